@@ -1,0 +1,123 @@
+"""Owns what a training step is fed: `Batch`, the packing of documents into rows, and the order of an epoch.
+
+Knows no tokenizer, no model and no process group; world size and rank are numbers it is told.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.data.conversations import Example
+
+MULTIPLE = 64  # row widths are multiples of this, so that kernels and allocators meet few different shapes
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed rows. A token may look only at tokens of its own document; padding is document -1."""
+
+    ids: Tensor  # int64 [B, T], 0 where padded
+    positions: Tensor  # int64 [B, T], from 0 in every document
+    document: Tensor  # int64 [B, T], index of the example that was packed, -1 where padded
+    supervised: Tensor  # bool [B, T]
+
+    def to(self, device: torch.device | str) -> Batch:
+        parts = (self.ids, self.positions, self.document, self.supervised)
+        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are no padding."""
+        return int((self.document >= 0).sum())
+
+
+def pack(examples: Sequence[Example], width: int = 0) -> Batch:
+    """First fit, longest first, into rows of `width` tokens (or of the longest example, if that is longer).
+
+    T is the fullest row, rounded up to a multiple of 64; no example gives one row of padding, so that a rank without
+    work still takes part in the step.
+    """
+    width = max([width, *map(len, examples)])
+    rows: list[list[int]] = []
+    filled: list[int] = []
+    for i in sorted(range(len(examples)), key=lambda i: -len(examples[i])):
+        size = len(examples[i])
+        row = next((r for r, used in enumerate(filled) if used + size <= width), len(rows))
+        if row == len(rows):
+            rows.append([])
+            filled.append(0)
+        rows[row].append(i)
+        filled[row] += size
+    shape = (max(len(rows), 1), _rounded(max(filled, default=1)))
+    ids = torch.zeros(shape, dtype=torch.long)
+    positions = torch.zeros(shape, dtype=torch.long)
+    document = torch.full(shape, -1)
+    supervised = torch.zeros(shape, dtype=torch.bool)
+    for r, members in enumerate(rows):
+        start = 0
+        for i in members:
+            here = slice(start, start := start + len(examples[i]))
+            ids[r, here] = examples[i].ids
+            positions[r, here] = torch.arange(len(examples[i]))
+            document[r, here] = i
+            supervised[r, here] = examples[i].supervised
+    return Batch(ids, positions, document, supervised)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Every example once per epoch, in optimiser steps of at most `batch_tokens` tokens over all ranks together.
+
+    Which examples make a step depends on (seed, epoch, batch_tokens) alone, never on how many processes or
+    micro-batches share it; a longer example is a step of its own. Every rank gets equally many steps and micro-batches.
+    """
+
+    examples: Sequence[Example]
+    batch_tokens: int
+    accumulate: int = 1
+    world: int = 1
+    rank: int = 0
+    seed: int = 0
+
+    def steps(self, epoch: int) -> int:
+        """Optimiser steps in this epoch; the same on every rank."""
+        return len(self._groups(epoch))
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
+        """Per optimiser step from `start` on: this rank's `accumulate` micro-batches, balanced by tokens."""
+        for group in self._groups(epoch)[start:]:
+            parts: list[list[int]] = [[] for _ in range(self.world * self.accumulate)]
+            load = [0] * len(parts)
+            for i in sorted(group, key=lambda i: -len(self.examples[i])):
+                lightest = load.index(min(load))
+                parts[lightest].append(i)
+                load[lightest] += len(self.examples[i])
+            yield [self._packed(part) for part in parts[self.rank :: self.world]]
+
+    def _groups(self, epoch: int) -> list[list[int]]:
+        order = list(range(len(self.examples)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        groups: list[list[int]] = []
+        room = 0
+        for i in order:
+            size = len(self.examples[i])
+            if size > room or not groups:
+                groups.append([])
+                room = self.batch_tokens
+            groups[-1].append(i)
+            room -= size
+        return groups
+
+    def _packed(self, part: list[int]) -> Batch:
+        examples = [self.examples[i] for i in part]
+        # Rows no longer than the longest needs: attention costs the square of the width.
+        return pack(examples, _rounded(max(map(len, examples), default=1)))
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // MULTIPLE) * MULTIPLE
