@@ -398,18 +398,19 @@ def _records(source: str, path: str | None, split: str | None) -> Iterator[tuple
         raise BadData(f"data.source: no source named {source!r}; self, jsonl or hub")
 
 
-def existing(path: str | Path, option: str) -> Path:
-    """`path` if it is a file; otherwise BadData with the absolute path and the nearest name beside it."""
+def existing(path: str | Path, option: str, also: Sequence[str] = ()) -> Path:
+    """`path` if it is a file; otherwise BadData with the absolute path and the nearest name beside it (or in `also`)."""
     path = Path(path).expanduser()
     if path.is_file():
         return path
-    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, beside, n=1, cutoff=0.5)
-    hint = f"; nearest: {path.parent / near[0]}" if near else ""
+    beside = {p.name: str(p) for p in path.parent.iterdir()} if path.parent.is_dir() else {}
+    names = beside | {name: name for name in also}
+    near = get_close_matches(path.name, names, n=1, cutoff=0.5)
+    hint = f"; nearest: {names[near[0]]}" if near else ""
     raise BadData(f"{option}: no file {path.absolute()}{hint}")
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def json_lines(path: Path, option: str = "data.path") -> Iterator[tuple[int, Any]]:
     """(line number from 1, record) of a .jsonl or .jsonl.gz; a line that is no JSON gives its ValueError as record."""
     opened: Any = gzip.open if path.suffix == ".gz" else open
     try:
@@ -421,7 +422,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     except ValueError as error:  # bad JSON or bad UTF-8
                         yield number, error
     except (OSError, EOFError, zlib.error) as error:
-        raise BadData(f"data.path: cannot read {path}: {_first_line(error)}") from error
+        raise BadData(f"{option}: cannot read {path}: {_first_line(error)}") from error
 
 
 def _hub(path: str | None, split: str | None) -> Iterator[tuple[int, Any]]:
