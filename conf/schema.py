@@ -1,0 +1,349 @@
+"""Which options there are and what they may be: one pydantic model per section, one per entry.
+
+Owns names, types, ranges and what contradicts what. Values lie in the yaml files, so nothing has a default here.
+Does not know Hydra, nor what an option does; a method's own options are its drafter class's.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from paceline.models.errors import Refusal
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+
+
+def nearest(wrong: Any, valid: Iterable[str]) -> str:
+    """The valid name that looks most like `wrong`; the last part of a dotted name counts as much as the whole."""
+
+    def likeness(name: str) -> float:
+        last, part = name.rsplit(".", 1)[-1], str(wrong).rsplit(".", 1)[-1]
+        whole = difflib.SequenceMatcher(None, str(wrong).lower(), name.lower()).ratio()
+        return whole + difflib.SequenceMatcher(None, part.lower(), last.lower()).ratio()
+
+    return max(sorted(valid), key=likeness, default="none")
+
+
+def absolute(path: str, info: ValidationInfo) -> str:
+    """`path` as seen from the folder the command was given in (`context["cwd"]`), whatever Hydra changes to later."""
+    start = (info.context or {}).get("cwd") or os.getcwd()
+    return os.path.normpath(os.path.join(start, os.path.expanduser(path)))
+
+
+def existing(option: str, path: str, words: Iterable[str] = ()) -> str:
+    """The absolute `path`, or a Refusal that names it and what is there instead: a file, or one of the `words`."""
+    if not os.path.exists(path):
+        parent = next(p for p in Path(path).parents if p.is_dir())
+        names = {p.name: str(p) for p in parent.iterdir()} | {word: word for word in words}
+        alike = difflib.get_close_matches(Path(path).relative_to(parent).parts[0], names, n=1)
+        raise Refusal(f"{option}: no such file or folder: {path}; nearest: {names[alike[0]] if alike else parent}")
+    return path
+
+
+Place = Annotated[str, AfterValidator(absolute)]
+
+
+class Section(BaseModel):
+    """A group of options: unknown names are refused, values are taken as they are, nothing changes afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def plain(self) -> dict[str, Any]:
+        """Dicts, lists, strings and numbers."""
+        return self.model_dump(mode="json")
+
+    def yaml(self) -> str:
+        return yaml.safe_dump(self.plain(), sort_keys=False, allow_unicode=True)
+
+
+class Target(Section):
+    name: Literal["smollm2", "tiny", "hf", "export"]
+    path: str | None
+    quantize: Literal["none", "4bit", "8bit"]
+    trust_remote_code: bool
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
+
+    @field_validator("path")
+    @classmethod
+    def _folder_or_hub_id(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("name") == "hf":
+            if path is None:
+                raise Refusal("target.path: must be given with target=hf: a folder or a hub id")
+            local = absolute(path, info)
+            if os.path.exists(local) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
+                return existing("target.path", local)
+        elif path is not None:
+            raise Refusal(f"target.path: read only by target=hf, not by target={info.data.get('name')}")
+        return path
+
+
+class Data(Section):
+    source: Literal["self", "jsonl", "hub"]
+    path: str | None
+    split: str
+    max_length: Annotated[int, Field(ge=2)]
+    limit: Positive | None
+    held_out: Share
+    strict: bool
+
+    @field_validator("path")
+    @classmethod
+    def _where(cls, path: str | None, info: ValidationInfo) -> str | None:
+        source = info.data.get("source")
+        if source == "self" and path is not None:
+            raise Refusal("data.path: read only by data=jsonl and data=hub, not by data=self")
+        if source in ("jsonl", "hub") and path is None:
+            raise Refusal(f"data.path: must be given with data={source}")
+        if path is None or (source == "hub" and not os.path.exists(absolute(path, info))):
+            return path
+        return existing("data.path", absolute(path, info))
+
+
+class Train(Section):
+    steps: Positive | None
+    epochs: Rate | None
+    lr: Rate
+    batch_tokens: Positive
+    accumulate: Positive
+    warmup: Share
+    schedule: Literal["cosine", "linear", "constant"]
+    clip: Rate
+    weight_decay: Weight
+    betas: Annotated[tuple[Share, Share], Field(strict=False)]
+    save_every: Positive
+    keep: Positive
+    log_every: Positive
+    chunk: Positive
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Train":
+        if (self.steps is None) == (self.epochs is None):
+            raise Refusal(
+                "train.steps, train.epochs: exactly one of them must be set, the other null (train.steps=null)"
+            )
+        return self
+
+
+class Decode(Section):
+    tree: Literal["chain", "static", "dynamic"]
+    depth: Positive | None
+    nodes: Positive
+    width: Positive
+    verify: Literal["walk", "reject", "typical"]
+    temperature: Weight
+    top_k: Count
+    top_p: TopP
+    seed: int
+    exact: bool
+
+
+class Eval(Section):
+    prompts: str
+    max_new_tokens: Positive
+    every: Count
+    held_out_prompts: Positive
+    batch: Positive
+    limit: Positive | None
+
+    @field_validator("prompts")
+    @classmethod
+    def _bundled_or_file(cls, prompts: str, info: ValidationInfo) -> str:
+        bundled = ("bench", "demo")
+        return prompts if prompts in bundled else existing("eval.prompts", absolute(prompts, info), bundled)
+
+
+class Tracker(Section):
+    name: Literal["none", "wandb"]
+    project: str
+    mode: Literal["offline", "online"]
+
+
+class Export(Section):
+    dtype: Dtype
+
+
+class Sampling(Section):
+    temperature: Weight
+    top_p: TopP
+    max_tokens: Positive
+
+
+def method_options(cls: type[Section], options: Any, info: ValidationInfo) -> Any:
+    """A method's options, judged by its own class. That needs torch, so it comes last, when all else is right."""
+    if len(info.data) < len(cls.model_fields) - 1 or isinstance(options, BaseModel):
+        return options
+    from paceline.models.drafter import methods
+    from paceline.models.drafter import options as options_of
+
+    name = options.get("name")
+    if name not in methods():
+        raise Refusal(f"{info.field_name}.name: no such method {name!r}; nearest: {nearest(name, methods())}")
+    return options_of(name).model_validate(options)
+
+
+class TrainConfig(Section):
+    """All of a training entry: `fit(cfg)`. `method` is the Options of the drafter class it names."""
+
+    seed: int
+    dtype: Dtype
+    out: Place | None
+    resume: bool | Place
+    export: Export
+    target: Target
+    data: Data
+    train: Train
+    decode: Decode
+    eval: Eval
+    tracker: Tracker
+    method: Any
+
+    _options = field_validator("method", mode="before")(method_options)
+
+    @field_validator("resume")
+    @classmethod
+    def _checkpoint(cls, resume: bool | str) -> bool | str:
+        return resume if isinstance(resume, bool) else existing("resume", resume)
+
+    @model_validator(mode="after")
+    def _agree(self) -> "TrainConfig":
+        name, limit, vocab = self.method.name, self.method.depth_limit(), self.method.draft_vocab
+        if not self.method.trained():
+            raise Refusal(f"method: {name} has nothing to train; use it as drafter={name} in scripts/evaluate.py")
+        if self.target.name == "export":
+            raise Refusal("target: export names a drafter's target, there is no drafter yet; nearest: smollm2")
+        heads = "method.heads" if hasattr(self.method, "heads") else f"the depths of method={name}"
+        for option, depth in (("decode.depth", self.decode.depth), ("method.unroll", self.method.unroll)):
+            if limit is not None and depth is not None and depth > limit:
+                raise Refusal(f"{option}: {depth} is deeper than {heads}={limit}; nearest: {limit}")
+        if vocab is not None and vocab < self.decode.width:
+            raise Refusal(
+                f"decode.width: {self.decode.width} is more than method.draft_vocab={vocab}; nearest: {vocab}"
+            )
+        return self
+
+
+class _Drafted(Section):
+    """What every script that decodes has."""
+
+    drafter: Place
+    target: Target
+    decode: Decode
+    dtype: Dtype
+    out: Place | None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _target_of_no_drafter(cls, data: Any) -> Any:
+        # An export names its target. No drafter and n-grams go with any: the embedded one, unless another is asked for.
+        if data.get("drafter") in ("none", "ngram") and data["target"]["name"] == "export":
+            return data | {"target": data["target"] | {"name": "smollm2"}}
+        return data
+
+    @field_validator("drafter", mode="wrap")
+    @classmethod
+    def _word_or_export(cls, drafter: Any, place: Any, info: ValidationInfo) -> str:
+        words = ("none", "ngram")
+        return drafter if drafter in words else existing("drafter", place(drafter), words)
+
+
+class EvaluateConfig(_Drafted):
+    """All of scripts/evaluate.py."""
+
+    seed: int
+    hf_baseline: bool
+    eval: Eval
+    ngram: Any
+
+    _options = field_validator("ngram", mode="before")(method_options)
+
+
+class GenerateConfig(_Drafted):
+    """All of scripts/generate.py."""
+
+    prompt: str | None
+    system: str | None
+    max_new_tokens: Positive
+    stop: list[str]
+    ngram: Any
+
+    _options = field_validator("ngram", mode="before")(method_options)
+
+
+class SynthesizeConfig(Section):
+    """All of scripts/synthesize.py."""
+
+    count: Positive
+    batch: Positive
+    seed: int
+    dtype: Dtype
+    out: Place
+    target: Target
+    prompt: Sampling
+    answer: Sampling
+
+
+def option_names(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of all options and sections of a config of plain types."""
+    names = []
+    for key, value in tree.items():
+        names.append(prefix + key)
+        if isinstance(value, dict):
+            names += option_names(value, f"{prefix}{key}.")
+    return names
+
+
+def validated(schema: type[Section], tree: dict[str, Any], cwd: str) -> Section:
+    """The config that `tree` (plain types) describes, relative paths taken from `cwd`. Raises Refusal: one line."""
+    names = option_names(tree)
+    for name in names:
+        value: Any = tree
+        for key in name.split("."):
+            value = value[key]
+        if value == "???":
+            raise Refusal(f"{name}: must be given, as {name}=VALUE")
+    try:
+        return schema.model_validate(tree, context={"cwd": cwd})
+    except ValidationError as error:
+        raise Refusal(_one_line(error, names)) from None
+
+
+def _one_line(error: ValidationError, names: list[str]) -> str:
+    """The first thing pydantic has to say, in the words of a command line."""
+    first = error.errors(include_url=False)[0]
+    name, kind, value = ".".join(map(str, first["loc"])), first["type"], first["input"]
+    reason = first.get("ctx", {}).get("error")
+    if isinstance(reason, Refusal):
+        return str(reason)
+    if kind == "extra_forbidden":
+        return f"{name}: no such option; nearest: {nearest(name, set(names) - {name})}"
+    if kind == "missing":
+        return f"{name}: must be given"
+    wanted = first["msg"].replace("Input should be", "must be")
+    if kind == "literal_error":
+        wanted += "; nearest: " + nearest(value, re.findall("'([^']*)'", first["ctx"]["expected"]))
+    section, _, last = name.rpartition(".")
+    beside = [n.rpartition(".")[2] for n in names if n.rpartition(".")[0] == section and n != name]
+    for other in difflib.get_close_matches(last, beside, n=1, cutoff=0.85):  # method.head=3
+        wanted += f"; or is {section}.{other} meant?"
+    return f"{name}: {value!r} is refused, {wanted}"

@@ -1,0 +1,1 @@
+"""One program per job: synthesize, evaluate, generate."""

@@ -1,0 +1,1 @@
+"""Entries, the loop and the teacher-forced step."""
