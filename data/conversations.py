@@ -163,9 +163,11 @@ def _closing(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 # Conversation -> ids and mask
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Messages, max_length: int) -> list[Example]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, max_length: int, finished: bool = True
+) -> list[Example]:
     """`encode_all` for one conversation: usually one row, none when nothing in it can be supervised."""
-    return encode_all(tokenizer, [messages], max_length)[0]
+    return encode_all(tokenizer, [messages], max_length, finished=[finished])[0]
 
 
 def encode_all(
@@ -174,6 +176,7 @@ def encode_all(
     max_length: int,
     unsupervised: Skipped | None = None,
     numbers: Sequence[int] | None = None,
+    finished: Sequence[bool] | None = None,
 ) -> list[list[Example]]:
     """Rows of training text per conversation, at most `max_length` tokens each.
 
@@ -182,47 +185,47 @@ def encode_all(
     supervised only where that prompt, as serving sends it, is a prefix of the row, token for token; where the template
     has `{% generation %}` marks, only inside them. If the template rewrites earlier turns (thinking that is only kept
     in the last), every assistant turn gets a row of its own, rendered as it was when it was the last.
+    Where `finished` is false, the last turn was cut by a length limit: its end-of-turn token is not supervised.
     What could not be supervised is added to `unsupervised` under `numbers` (line numbers of the conversations).
     """
     unsupervised = Skipped("assistant turns") if unsupervised is None else unsupervised
     numbers = range(1, len(conversations) + 1) if numbers is None else numbers
-    closing, tail = _closing(tokenizer)
+    finished = [True] * len(conversations) if finished is None else finished
+    closing = _closing(tokenizer)
     marked = "endgeneration" in tokenizer.get_chat_template()
-    rows: list[list[Example]] = []
+    encoded: list[list[Example]] = []
     for first in range(0, len(conversations), 512):  # the tokenizer works on many texts at once
-        chunk = conversations[first : first + 512]
-        plans = [_plan(tokenizer, m, tail, unsupervised, n) for m, n in zip(chunk, numbers[first:], strict=False)]
-        texts = _tokens(tokenizer, [row.text for plan in plans for row in plan])
-        prompts = _tokens(tokenizer, [turn.prompt for plan in plans for row in plan for turn in row.turns])
-        text, prompt = iter(texts), iter(prompts)
-        for plan, number in zip(plans, numbers[first:], strict=False):
-            rows.append([])
-            for row in plan:
-                tokens = next(text)
-                supervised = torch.zeros(len(tokens.ids), dtype=torch.bool)
-                starts = [start for start, _ in tokens.offsets]
-                marks = _marks(tokenizer, row.messages) if marked else torch.ones_like(supervised)
+        chunk = range(first, min(first + 512, len(conversations)))
+        plans = [_plan(tokenizer, conversations[i], finished[i], closing) for i in chunk]
+        texts = iter(_tokens(tokenizer, [row.text for rows, _ in plans for row in rows]))
+        prompts = iter(_tokens(tokenizer, [turn.prompt for rows, _ in plans for row in rows for turn in row.turns]))
+        for i, (rows, faults) in zip(chunk, plans, strict=True):
+            encoded.append([])
+            for row in rows:
+                tokens = next(texts)
+                marks = _marks(tokenizer, row.messages) if marked else torch.ones(len(tokens.ids), dtype=torch.bool)
+                supervised = torch.zeros_like(marks)
                 for turn in row.turns:
-                    said = next(prompt).ids  # tokens [0, len(said)) were sent; the target's first one is at len(said)
-                    stop = bisect_left(starts, turn.end)
-                    if not closing and tokens.offsets[stop - 1][1] > turn.end:
-                        stop -= 1  # the last token is half the reply's, half the template's
+                    said = next(prompts).ids  # what was served: the target's own tokens begin at len(said)
+                    stop = _stop(tokens, turn)
                     if tokens.ids[: len(said)] == said and len(said) < stop:
                         supervised[len(said) : stop] = marks[len(said) : stop]
-                        supervised[stop - 1] |= bool(closing)  # some templates close the turn after the mark
+                        supervised[stop - 1] |= turn.closed  # some templates close the turn after the mark
                     else:
-                        unsupervised.add("the reply's first token is fused with the prompt's last", number)
-                example = Example(torch.tensor(tokens.ids[:max_length]), supervised[:max_length])
-                if example.supervised.any():
-                    rows[-1].append(example)
+                        faults.append("the reply's first token is fused with the prompt's last")
+                if supervised[:max_length].any():
+                    encoded[-1].append(Example(torch.tensor(tokens.ids[:max_length]), supervised[:max_length]))
                 elif supervised.any():
-                    unsupervised.add(f"the first reply begins beyond max_length={max_length}", number)
-    return rows
+                    faults.append(f"the first reply begins beyond max_length={max_length}")
+            for fault in faults:
+                unsupervised.add(fault, numbers[i])
+    return encoded
 
 
 class _Turn(NamedTuple):
     prompt: str  # what serving sends before this turn
-    end: int  # characters of the row up to and including the end-of-turn token
+    end: int  # characters of the row up to the end of what the target produced
+    closed: bool  # the last of these are an end-of-turn token
 
 
 class _Row(NamedTuple):
@@ -232,33 +235,43 @@ class _Row(NamedTuple):
 
 
 def _plan(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tail: str, unsupervised: Skipped, number: int
-) -> list[_Row]:
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, finished: bool, closing: tuple[str, str]
+) -> tuple[list[_Row], list[str]]:
+    """The rows of a conversation as text, and why a turn is in none of them."""
     from jinja2 import TemplateError
 
+    rows: list[_Row] = []
+    faults: list[str] = []
+    replies = [j for j, message in enumerate(messages) if message["role"] == "assistant"]
     try:
         whole = _render(tokenizer, messages)
     except TemplateError as error:
-        unsupervised.add(f"the chat template refuses the conversation: {_first_line(error)}", number)
-        return []
-    rows = []
-    for j, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+        return [], [f"the chat template refuses the conversation: {_first_line(error)}"]
+    for j in replies:
         try:
             prompt = _render(tokenizer, messages[:j], prompt=True)
             text = _render(tokenizer, messages[: j + 1])
         except TemplateError as error:
-            unsupervised.add(f"the chat template refuses the turn: {_first_line(error)}", number)
+            faults.append(f"the chat template refuses the turn: {_first_line(error)}")
             continue
-        end = len(text) - len(tail)
-        if text.startswith(prompt) and text.endswith(tail) and len(prompt) < end:
-            rows.append(_Row(messages[: j + 1], text, [_Turn(prompt, end)]))
+        closed = bool(closing[0]) and (finished or j < replies[-1])
+        after = closing[1] if closed else "".join(closing)
+        end = len(text) - len(after)
+        if text.startswith(prompt) and text.endswith(after) and len(prompt) < end:
+            rows.append(_Row(messages[: j + 1], text, [_Turn(prompt, end, closed)]))
         else:
-            unsupervised.add("the rendered turn does not continue the generation prompt", number)
-    if all(whole.startswith(row.text[: row.turns[0].end]) for row in rows):  # history stays as it was served
-        return [_Row(messages, whole, [turn for row in rows for turn in row.turns])] if rows else []
-    return rows
+            faults.append("the rendered turn does not continue the generation prompt")
+    if rows and all(whole.startswith(row.text[: row.turns[0].end]) for row in rows):  # history stays as it was served
+        rows = [_Row(messages, whole, [turn for row in rows for turn in row.turns])]
+    return rows, faults
+
+
+def _stop(tokens: Any, turn: _Turn) -> int:
+    """Number of tokens up to the end of what the target produced in this turn."""
+    stop = bisect_left(tokens.offsets, (turn.end, 0))
+    if not turn.closed and tokens.offsets[stop - 1][1] > turn.end:
+        stop -= 1  # the last token is half the reply's, half the template's
+    return stop
 
 
 def _marks(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Tensor:
@@ -324,13 +337,16 @@ def load(
 ) -> Dataset:
     """Read `source` (self | jsonl | hub), encode it and set a share `held_out` of it aside.
 
-    Bad records are skipped and counted, or refused at the first under `strict`. `limit` counts usable records. The
-    held-out conversations are chosen by a hash of the first user turn: order and limit never move one into training.
+    A record has `messages` (role, content), `conversations` (from, value), or `prompt` and `response`; with
+    `finished: false` its last turn was cut by a length limit. Bad records are skipped and counted, or refused at the
+    first under `strict`. `limit` counts usable records. The held-out conversations are chosen by a hash of the first
+    user turn: order and limit never move one into training.
     Raises BadData, also when nothing would be supervised.
     """
     skipped = Skipped(where=str(path or source))
     conversations: list[Messages] = []
     numbers: list[int] = []
+    finished: list[bool] = []
     digest = hashlib.sha256()
     for number, record in _records(source, path, split):
         if limit is not None and len(conversations) >= limit:
@@ -343,12 +359,13 @@ def load(
             continue
         conversations.append(messages)
         numbers.append(number)
-        digest.update(json.dumps(messages, sort_keys=True).encode())
+        finished.append(record.get("finished") is not False)
+        digest.update(json.dumps([messages, finished[-1]], sort_keys=True).encode())
     if not conversations:
         raise BadData(f"data.path: no conversation in {path or source}: {skipped}")
 
     unsupervised = Skipped("assistant turns", str(path or source))
-    rows = encode_all(tokenizer, conversations, max_length, unsupervised, numbers)
+    rows = encode_all(tokenizer, conversations, max_length, unsupervised, numbers, finished)
     aside = [_held_out(messages, held_out) for messages in conversations]
     train = [example for out, some in zip(aside, rows, strict=True) if not out for example in some]
     rest = [example for out, some in zip(aside, rows, strict=True) if out for example in some]
@@ -399,7 +416,7 @@ def _records(source: str, path: str | None, split: str | None) -> Iterator[tuple
 
 
 def existing(path: str | Path, option: str, also: Sequence[str] = ()) -> Path:
-    """`path` if it is a file; otherwise BadData with the absolute path and the nearest name beside it (or in `also`)."""
+    """`path` if it is a file; otherwise BadData with the absolute path and the nearest name there or in `also`."""
     path = Path(path).expanduser()
     if path.is_file():
         return path
