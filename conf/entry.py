@@ -71,13 +71,19 @@ def load(name: str, *overrides: str) -> Any:
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    """Turn a Refusal into one line (of one of the processes) and exit code 2."""
+    """Turn a refusal into one line (of one of the processes) and exit code 2."""
     try:
         yield
-    except Refusal as refusal:
+    except _refusals() as refusal:
         if os.environ.get("RANK", "0") == "0":
             print("paceline:", " ".join(str(refusal).split()), file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What is refused by models, decode and conf, and by data, which knows none of them. Asked only after a failure."""
+    data = sys.modules.get("paceline.data.conversations")
+    return (Refusal, data.BadData) if data else (Refusal,)
 
 
 def _arguments() -> Namespace:

@@ -1,0 +1,257 @@
+"""The command line: what is wrong is refused in one line before anything loads, what is right holds from any folder."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.conf.entry import entry, load
+from paceline.conf.schema import TrainConfig, validated
+from paceline.models.errors import Refusal
+
+ROOT = Path(__file__).parent.parent
+CONF = ROOT / "conf"
+
+# What is typed, and what the one line must hold: the option, and the nearest that is valid.
+REFUSED = {
+    "method.head=3": ["method.head:", "method.heads"],
+    "method.hed=3": ["method.hed:", "nearest: method.head"],
+    "+trainer.lrr=1e-3": ["trainer.lrr:", "nearest: train.lr"],
+    "method=medussa": ["method:", "'medussa'", "nearest: medusa"],
+    "experiment=dmo": ["experiment:", "'dmo'", "nearest: demo"],
+    "train.lr=-1": ["train.lr:", "-1", "greater than 0"],
+    "train.lr=1e-4x": ["train.lr:", "'1e-4x'", "number"],
+    "decode.depth=6": ["decode.depth:", "method.heads=4", "nearest: 4"],
+    "eval.prompts=bnch": ["eval.prompts:", "nearest: bench"],
+    "train.lr=[1": ["train.lr:", "cannot be read"],
+}
+ALSO_REFUSED = {
+    "+train.lrr=1e-3": ["train.lrr:", "nearest: train.lr"],
+    "++method.hed=4": ["method.hed:", "nearest: method.head"],
+    "method={hedas: 3}": ["method.hedas:", "nearest: method.heads"],
+    "lr=1e-3": ["lr:", "nearest: train.lr"],
+    "+experimnt=demo": ["experimnt:", "nearest: experiment"],
+    "hydra.rn.dir=x": ["hydra.rn.dir:", "nearest: hydra.run.dir"],
+    "method=null": ["method:"],
+    "train=5": ["train:", "nearest: default"],
+    "accelerate=cpu": ["accelerate:", "no such option"],
+    "~train.lr": ["train.lr:", "must be given"],
+    "train.lr=": ["train.lr:", "number"],
+    "train.steps=2.5": ["train.steps:", "integer"],
+    "train.steps=null": ["train.steps", "train.epochs", "exactly one"],
+    "train.epochs=2": ["train.steps", "train.epochs", "exactly one"],
+    "train.steps=${nope}": ["train.steps:", "nope"],
+    "seed=1,2": ["seed:", "--multirun"],
+    "method=medusa,ngram": ["method:", "--multirun"],
+    "method=ngram": ["method:", "nothing to train", "drafter=ngram"],
+    "method.name=medussa": ["method.name:", "nearest: medusa"],
+    "method.heads=0": ["method.heads:", "greater than 0"],
+    "method.unroll=9": ["method.unroll:", "method.heads=4", "nearest: 4"],
+    "method.draft_vocab=4": ["decode.width:", "method.draft_vocab=4"],
+    "decode.tree=chian": ["decode.tree:", "nearest: chain"],
+    "decode.temperature=-0.1": ["decode.temperature:", "greater than or equal to 0"],
+    "decode.top_p=0": ["decode.top_p:", "greater than 0"],
+    "decode.top_p=1.5": ["decode.top_p:", "less than or equal to 1"],
+    "decode.top_k=-1": ["decode.top_k:", "greater than or equal to 0"],
+    "data.path=x": ["data.path:", "data=jsonl"],
+    "data=jsonl": ["data.path:", "must be given"],
+    "target=hf": ["target.path:", "must be given"],
+    "target=export": ["target:", "nearest: smollm2"],
+    "target.path=x": ["target.path:", "target=hf"],
+    "dtype=float8": ["dtype:", "nearest: float"],
+    "--mulirun": ["--mulirun:", "nearest: --multirun"],
+    "--config-name=mdusa": ["mdusa", "nearest: medusa"],
+    "heads": ["heads:", "NAME=VALUE"],
+}
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, name: str, *words: str, text: tuple[str, ...] = ()) -> list[Any]:
+    """The configs that `run` gets when the program NAME is called with these words."""
+    got: list[Any] = []
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+    entry(name, got.append, text)()
+    return got
+
+
+def refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str, name: str = "medusa"
+) -> str:
+    """The one line with which the program NAME refuses these words."""
+    with pytest.raises(SystemExit) as exit_:
+        typed(monkeypatch, name, *words)
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 2 and out == "" and err.count("\n") == 1 and err.startswith("paceline: "), (out, err)
+    return err
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_a_wrong_option_is_one_line_and_exit_2(option: str) -> None:
+    done = subprocess.run([sys.executable, "train/medusa.py", option], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
+    for words in ["paceline: ", *REFUSED[option]]:
+        assert words in done.stderr
+
+
+@pytest.mark.parametrize("option", ALSO_REFUSED)
+def test_every_other_mistake_is_one_line_too(option: str, monkeypatch: Any, capsys: Any) -> None:
+    line = refusal(monkeypatch, capsys, option)
+    for words in ALSO_REFUSED[option]:
+        assert words in line, line
+
+
+def test_a_missing_file_is_named_in_full_with_its_neighbour(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    line = refusal(monkeypatch, capsys, "data=jsonl", "data.path=./chat.jsonl")
+    assert f"data.path: no such file or folder: {tmp_path}/chat.jsonl; nearest: {tmp_path}/chats.jsonl" in line
+    line = refusal(monkeypatch, capsys, "resume=runs/latest")
+    assert f"resume: no such file or folder: {tmp_path}/runs/latest; nearest: {tmp_path}" in line
+    line = refusal(monkeypatch, capsys, "target=hf", "target.path=./model")
+    assert f"target.path: no such file or folder: {tmp_path}/model" in line
+
+
+def test_scripts_need_their_drafter(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "drafter: must be given" in refusal(monkeypatch, capsys, name="evaluate")
+    assert "nearest: ngram" in refusal(monkeypatch, capsys, "drafter=ngrm", name="evaluate")
+    assert load("evaluate", "drafter=none").target.name == "smollm2"
+    assert load("evaluate", "drafter=ngram", "target=tiny").target.name == "tiny"
+    (tmp_path / "export").mkdir()
+    cfg = load("evaluate", "drafter=export")
+    assert (cfg.drafter, cfg.target.name) == (str(tmp_path / "export"), "export")
+
+
+def test_a_wrong_option_is_refused_before_torch_loads() -> None:
+    code = (
+        "import sys\nfrom paceline.conf.entry import entry\n"
+        "sys.argv = ['medusa.py', 'train.lr=-1']\n"
+        "try: entry('medusa', print)()\n"
+        "except SystemExit as e: print(e.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "2 False", done
+
+
+def test_one_rank_speaks_for_all(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as exit_:
+        typed(monkeypatch, "medusa", "train.lr=-1")
+    assert exit_.value.code == 2 and capsys.readouterr().err == ""
+
+
+def test_what_a_run_refuses_is_one_line_too(monkeypatch: Any, capsys: Any) -> None:
+    def run(cfg: TrainConfig) -> None:
+        raise Refusal("target: too large\nfor this machine")
+
+    monkeypatch.setattr(sys, "argv", ["medusa.py"])
+    with pytest.raises(SystemExit) as exit_:
+        entry("medusa", run)()
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "paceline: target: too large for this machine\n"
+
+
+@pytest.mark.parametrize("chdir", ["true", "false"])
+@pytest.mark.parametrize("words", [[], ["--multirun"]])
+def test_relative_paths_start_where_the_command_was_given(
+    chdir: str, words: list[str], monkeypatch: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "d.jsonl").touch()
+    (tmp_path / "ckpt").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = ["data=jsonl", "data.path=./d.jsonl", "resume=./ckpt", "out=runs/a"]
+    moved = [f"hydra.job.chdir={chdir}", "hydra.run.dir=elsewhere", "hydra.sweep.dir=elsewhere"]
+    (cfg,) = typed(monkeypatch, "medusa", *words, *options, *moved)
+    assert cfg.data.path == str(tmp_path / "d.jsonl")
+    assert cfg.resume == str(tmp_path / "ckpt")
+    assert cfg.out == str(tmp_path / "runs/a")
+
+
+def test_hydra_leaves_no_folder(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert typed(monkeypatch, "medusa") and list(tmp_path.iterdir()) == []
+
+
+def test_multirun_runs_every_job_or_none(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfgs = typed(monkeypatch, "medusa", "-m", "seed=1,2", "out='runs/seed${seed}'")
+    assert [(c.seed, c.out) for c in cfgs] == [(i, str(tmp_path / f"runs/seed{i}")) for i in (1, 2)]
+    assert len(typed(monkeypatch, "medusa", "-m", "seed=1,2", "target=tiny,smollm2")) == 4
+    assert "method.heads" in refusal(monkeypatch, capsys, "-m", "method.heads=4,0")
+    line = refusal(monkeypatch, capsys, "-m", "seed=1,2", "out=runs/one")
+    assert "out:" in line and str(tmp_path / "runs/one") in line
+
+
+@pytest.mark.parametrize(
+    "flags", [["--cfg", "job"], ["--help"], ["--info", "defaults"], ["--cfg", "job", "-p", "train"]]
+)
+def test_hydras_own_flags_work(flags: list[str], monkeypatch: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit) if flags == ["--help"] else contextlib.nullcontext():
+        assert typed(monkeypatch, "medusa", *flags) == []
+    assert "batch_tokens" in capsys.readouterr().out or flags[0] == "--info"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["Yes, really? It's {so} [bad] = $5 (or ${HOME})", "ends in \\", "a 'quoted' \"word\" \\' \\${x}", "1", "true", ""],
+)
+def test_a_prompt_arrives_as_typed(words: str, monkeypatch: Any) -> None:
+    (cfg,) = typed(monkeypatch, "generate", f"prompt={words}", text=("prompt",))
+    assert cfg.prompt == words
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The yaml files
+
+
+def choices() -> list[str]:
+    groups = [d for d in CONF.iterdir() if d.is_dir() and d.name not in ("accelerate", "__pycache__")]
+    return [f"{group.name}={file.stem}" for group in sorted(groups) for file in sorted(group.glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("choice", choices())
+def test_every_yaml_of_every_group_is_valid(choice: str, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").touch()
+    needs = {
+        "target=hf": ["target.path=org/model"],
+        "data=jsonl": [f"data.path={tmp_path}/chats.jsonl"],
+        "data=hub": ["data.path=org/chats"],
+    }
+    elsewhere = {"target=export": ["target=export"], "method=ngram": ["method@ngram=ngram"]}
+    if choice in elsewhere:
+        assert load("evaluate", f"drafter={tmp_path}", *elsewhere[choice])
+    else:
+        cfg = load("medusa", choice, *needs.get(choice, []))
+        assert validated(TrainConfig, yaml.safe_load(cfg.yaml()), "/nowhere") == cfg  # config.yaml of a run reads back
+
+
+@pytest.mark.parametrize("name", ["medusa", "generate", "synthesize"])
+def test_every_entry_runs_on_the_tiny_target(name: str) -> None:
+    assert load(name, "target=tiny").target.name == "tiny"
+
+
+def test_every_number_says_how_to_choose_it() -> None:
+    for file in [*CONF.glob("*.yaml"), *(f for f in CONF.glob("*/*.yaml") if f.parent.name not in ("experiment",))]:
+        for line in file.read_text().splitlines():
+            if re.match(r"\s*\w+: -?\d", line) and "num_machines" not in line and "rank" not in line:
+                assert "# " in line or file.parent.name == "accelerate", f"{file.name}: {line}"
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu2"])
+def test_accelerate_reads_its_files(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(CONF / "accelerate" / f"{name}.yaml"))
+    assert config.use_cpu and config.num_processes == (2 if name == "cpu2" else 1)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    cfg = load("medusa")
+    with pytest.raises(ValueError, match="frozen"):
+        cfg.train.steps = 3
+    assert os.path.isabs(load("medusa", "out=x").out)
