@@ -1,4 +1,4 @@
-"""Owns the evaluation prompts: the bundled set (data/prompts/bench.jsonl, written for this project) and users' files.
+"""Owns the evaluation prompts: the bundled set (data/bench.jsonl, written for this project) and users' files.
 
 Knows no tokenizer and no template; a prompt is a list of chat messages that ends with the user's turn.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.data.conversations import ROLES, BadData, Messages, existing, json_lines
 
-BENCH = Path(__file__).parent / "prompts" / "bench.jsonl"
+BENCH = Path(__file__).parent / "bench.jsonl"
 DEMO_PER_CATEGORY = 2
 
 

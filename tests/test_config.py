@@ -247,7 +247,7 @@ def test_accelerate_reads_its_files(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(CONF / "accelerate" / f"{name}.yaml"))
-    assert config.use_cpu and config.num_processes == (2 if name == "cpu2" else 1)
+    assert config.num_processes == (2 if name == "cpu2" else 1)
 
 
 def test_a_config_cannot_be_changed() -> None:

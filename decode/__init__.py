@@ -1,0 +1,26 @@
+"""The decoder: draft, verify, count. Imports without accelerate, hydra or datasets."""
+
+from paceline.decode.decoder import Decoder, Emitted, Generation, Stream
+from paceline.decode.report import DEFINITIONS, AcceptanceReport
+from paceline.decode.tree import DraftTree, DynamicShape, StaticShape, best_static, chain, grow
+from paceline.decode.verify import Sampler, Verdict, reject, typical, walk
+
+__all__ = [
+    "DEFINITIONS",
+    "AcceptanceReport",
+    "Decoder",
+    "DraftTree",
+    "DynamicShape",
+    "Emitted",
+    "Generation",
+    "Sampler",
+    "StaticShape",
+    "Stream",
+    "Verdict",
+    "best_static",
+    "chain",
+    "grow",
+    "reject",
+    "typical",
+    "walk",
+]

@@ -1,0 +1,257 @@
+"""The decoder: draft a tree, let the target check it in one pass, keep what it would have written. Token ids only.
+
+Knows no tokenizer, prompt format, config or training. Without a drafter the same loop is plain decoding: a tree that is all root.
+
+    round     tree = grow(...)          node 0 is the root: the token the target chose last, not yet in the cache
+              logits = target(tree)     one pass over all nodes
+              path, bonus = verify(...)  accepted nodes; the target's own next token
+              keep(path)                the rest of the tree is forgotten; bonus is the next root
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.decode.report import AcceptanceReport
+from paceline.decode.tree import DraftTree, Shape, chain, grow
+from paceline.decode.verify import Sampler, Verdict, walk
+from paceline.models.drafter import Context, Drafter
+from paceline.models.errors import Refusal
+from paceline.models.target import Target
+
+Stop = Callable[[list[int]], bool]  # all new tokens of a row -> whether the last of them ends it
+Verify = Callable[[DraftTree, Tensor, Sampler, Sequence[tuple[int, int]]], Verdict]
+
+
+@dataclass
+class Emitted:
+    """What one row gained in one round: new tokens, and how many of them (the first ones) were accepted drafts."""
+
+    row: int
+    tokens: list[int]
+    drafted: int
+    finished: bool
+
+
+@dataclass
+class Generation:
+    """New tokens of each row, the acceptance of each row, and the seconds spent by phase.
+
+    seconds: prefill, draft, target (passes over trees and their head), verify, keep; passes: target passes after the prefill.
+    """
+
+    tokens: list[list[int]]
+    reports: list[AcceptanceReport]
+    seconds: dict[str, float] = field(default_factory=dict)
+    passes: int = 0
+
+    @property
+    def report(self) -> AcceptanceReport:
+        return sum(self.reports, AcceptanceReport())
+
+
+@dataclass
+class Decoder:
+    """Speculative decoding of a target with a drafter.
+
+    drafter None is plain decoding. shape: who gets children (default: a chain as deep as the drafter was trained).
+    verify: `walk` (exact), `reject` (exact) or `typical` (lossy).
+    """
+
+    target: Target
+    drafter: Drafter | None = None
+    shape: Shape | None = None
+    verify: Verify = walk
+
+    def __post_init__(self):
+        if self.drafter is None:
+            self.shape = chain(0)
+        elif self.shape is None:
+            self.shape = chain(self.drafter.unroll)
+        deepest = self.drafter.max_depth if self.drafter is not None else None
+        if deepest is not None and self.shape.depth > deepest:
+            raise Refusal(
+                f"decode.depth={self.shape.depth} is deeper than the drafter's {deepest} heads (decode.depth={deepest})"
+            )
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options) -> Generation:
+        """Decode to the end; takes what `stream` takes."""
+        stream = Stream(self, prompts, max_new_tokens, **options)
+        for _ in stream:
+            pass
+        return stream.generation
+
+    def stream(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options) -> "Stream":
+        """Iterate over `Emitted`, round by round; `.generation` holds the whole so far.
+
+        Args:
+            prompts: token ids of each row, at least one token each; lengths may differ.
+            max_new_tokens: of every row; 0 gives nothing.
+            sampler: how the target chooses; greedy by default.
+            eos: ids that end a row (and are kept as its last token).
+            stop: further condition, judged after every single token.
+            rows: key of each row's noise, by default its place in the batch.
+        """
+        return Stream(self, prompts, max_new_tokens, **options)
+
+
+class Stream(Iterator[Emitted]):
+    """One run of a decoder. All state of the run lives here: dropping it at any point leaves the decoder as good as new."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampler: Sampler | None = None,
+        eos: Sequence[int] = (),
+        stop: Stop | None = None,
+        rows: Sequence[int] | None = None,
+    ):
+        empty = [row for row, prompt in enumerate(prompts) if not prompt]
+        if empty:
+            raise Refusal(f"prompt {empty[0]} is empty: the target needs at least one token to start from")
+        self.decoder, self.target, self.drafter = decoder, decoder.target, decoder.drafter
+        self.sampler, self.eos, self.stop = sampler or Sampler(), frozenset(eos), stop
+        self.limit = max_new_tokens
+        self.keys = list(rows) if rows is not None else list(range(len(prompts)))
+        self.generation = Generation([[] for _ in prompts], [AcceptanceReport() for _ in prompts])
+        self._prompts = [list(prompt) for prompt in prompts]
+        self._live = list(range(len(prompts)))  # batch rows still decoding, as indices into prompts
+        self._events = self._run()
+
+    def __next__(self) -> Emitted:
+        return next(self._events)
+
+    # -- the loop
+
+    @torch.no_grad()
+    def _run(self) -> Iterator[Emitted]:
+        if self.limit <= 0 or not self._prompts:
+            return
+        taps = self.drafter.taps if self.drafter is not None else ()
+        shape = self.decoder.shape
+        room = max(map(len, self._prompts)) + self.limit + shape.nodes
+        cache = self.target.new_cache(len(self._prompts), room)
+
+        # prefill: the first token of each row comes from the prompt alone
+        with self._timed("prefill"):
+            ids, count = _padded(self._prompts, self.target.device)
+            hidden, last = self.target(ids, taps, cache=cache)
+            self.target.keep(cache, ids[:, :0], count)
+            ends = last[torch.arange(len(ids), device=ids.device), count - 1]
+            first = self.sampler.choose(
+                self._logits(ends), [(self.keys[row], len(self._prompts[row])) for row in self._live]
+            )
+        followers = torch.cat([ids[:, 1:], ids[:, :1]], 1)
+        followers[torch.arange(len(ids), device=ids.device), count - 1] = torch.tensor(first, device=ids.device)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        history = [prompt[:1] for prompt in self._prompts]
+        yield from self._emit([[token] for token in first], [0] * len(first))
+        hidden, followers, positions, count, history = self._leave(cache, hidden, followers, positions, count, history)
+
+        while self._live:
+            with self._timed("draft"):
+                roots = followers[torch.arange(len(count), device=count.device), count - 1]
+                if self.drafter is None:
+                    tree = DraftTree.root(roots)
+                else:
+                    allowed = [self.limit - len(self.generation.tokens[row]) for row in self._live]
+                    feature = self.drafter.read(hidden)
+                    tree = grow(self.drafter, shape, feature, followers, Context(positions, count, history), allowed)
+            with self._timed("target"):
+                hidden, last = self.target(tree.tokens, taps, tree=tree.ancestors, cache=cache)
+                logits = self._logits(last)
+            self.generation.passes += 1
+            with self._timed("verify"):
+                lengths = cache.length.tolist()
+                places = [(self.keys[row], length + 1) for row, length in zip(self._live, lengths, strict=True)]
+                verdict = self.decoder.verify(tree, logits, self.sampler, places)
+            with self._timed("keep"):
+                nodes, count = _padded(verdict.paths, ids.device)
+                self.target.keep(cache, nodes, count)
+                hidden = hidden.gather(1, nodes[..., None].expand(-1, -1, hidden.shape[-1]))
+                words = tree.tokens.gather(1, nodes)
+                followers = torch.cat([words[:, 1:], words[:, :1]], 1)
+                rows = torch.arange(len(count), device=ids.device)
+                followers[rows, count - 1] = torch.tensor(verdict.bonus, device=ids.device)
+                positions = (cache.length - count)[:, None] + torch.arange(nodes.shape[1], device=ids.device)
+            fresh = [
+                [*row_words[1:row_count], bonus]
+                for row_words, row_count, bonus in zip(words.tolist(), count.tolist(), verdict.bonus, strict=True)
+            ]
+            yield from self._emit(fresh, [len(path) - 1 for path in verdict.paths], tree)
+            hidden, followers, positions, count, history = self._leave(
+                cache, hidden, followers, positions, count, history
+            )
+
+    def _logits(self, last: Tensor) -> Tensor:
+        """[..., H] -> logits over the ids the tokenizer knows: rows that only pad the table are never chosen."""
+        return self.target.head(last)[..., : self.target.vocab]
+
+    def _emit(self, fresh: list[list[int]], drafted: list[int], tree: DraftTree | None = None) -> Iterator[Emitted]:
+        """Append each row's new tokens one by one, up to and including the one that ends it, and count the round."""
+        finished = set()
+        depth = tree.depth.masked_fill(~tree.real, -1).tolist() if tree is not None else None
+        for index, row in enumerate(self._live):
+            tokens = self.generation.tokens[row]
+            taken: list[int] = []
+            for token in fresh[index]:
+                tokens.append(token)
+                taken.append(token)
+                if token in self.eos or len(tokens) >= self.limit or (self.stop is not None and self.stop(tokens)):
+                    finished.add(row)
+                    break
+            used = min(drafted[index], len(taken))
+            if depth is not None:
+                # a round cut short was offered only what lies at or before the cut
+                cut = len(taken) if row in finished else len(depth[index])
+                offered = [d for d in depth[index] if 0 < d <= cut]
+                self.generation.reports[row].add(used, max(offered, default=0), len(offered), len(taken))
+            yield Emitted(row, taken, used, row in finished)
+        self._finished = finished
+
+    def _leave(
+        self, cache, hidden: Tensor, followers: Tensor, positions: Tensor, count: Tensor, history: list[list[int]]
+    ):
+        """Finished rows leave the batch."""
+        if self._finished:
+            stay = [index for index, row in enumerate(self._live) if row not in self._finished]
+            self._live = [self._live[index] for index in stay]
+            if stay:
+                rows = torch.tensor(stay, device=count.device)
+                cache.select(rows)
+                hidden, followers, positions, count = hidden[rows], followers[rows], positions[rows], count[rows]
+                history = [history[index] for index in stay]
+        return hidden, followers, positions, count, history
+
+    def _timed(self, phase: str) -> "_Timer":
+        return _Timer(self.generation.seconds, phase, self.target.device)
+
+
+class _Timer:
+    """Adds the seconds of a block to `seconds[phase]`; waits for a GPU, whose work would be counted elsewhere otherwise."""
+
+    def __init__(self, seconds: dict[str, float], phase: str, device: torch.device):
+        self.seconds, self.phase, self.device = seconds, phase, device
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def __enter__(self):
+        self.start = self._now()
+
+    def __exit__(self, *_):
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + self._now() - self.start
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Lists of ints -> ([B, longest] int64, zero behind each row's end, and their lengths [B])."""
+    width = max(map(len, rows))
+    out = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long, device=device)
+    return out, torch.tensor([len(row) for row in rows], dtype=torch.long, device=device)

@@ -1,0 +1,277 @@
+"""Draft trees and how they grow: chain, static tree, dynamic tree. One loop unrolls `step`; a shape says who gets children.
+
+Knows a drafter's read/step/head only. Does not know the target, its cache or how a tree is verified.
+
+    Legend: B rows, N tree nodes, n nodes of one level, F carried width, D draft vocabulary, M budget of nodes.
+    Node 0 is the root: a token the target has already chosen. Draft depth of a node = its distance from the root.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.models.drafter import Context, Drafter, target_ids
+from paceline.models.errors import Refusal
+
+
+@dataclass
+class DraftTree:
+    """Candidate continuations of B rows.
+
+    tokens [B, N] target ids; parents [B, N], parents[i] < i, -1 for the root; size [B] real nodes, the root among them;
+    logp [B, N] float32, log of the drafter's joint probability down to the node.
+    q: None when candidates were chosen deterministically, else [B, N, V]: row i is the float32 distribution over target ids that
+    node i's children were really drawn from, one after the other without replacement.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    size: Tensor
+    logp: Tensor
+    q: Tensor | None = None
+
+    @property
+    def ancestors(self) -> Tensor:
+        """[B, N, N] bool: (i, j) true where j is i or an ancestor of i."""
+        rows, nodes = self.tokens.shape
+        seen = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device).repeat(rows, 1, 1)
+        for node in range(1, nodes):  # parents come first, so their row is finished
+            parent = self.parents[:, node].clamp(min=0)
+            seen[:, node] |= seen[torch.arange(rows, device=parent.device), parent]
+        return seen
+
+    @property
+    def depth(self) -> Tensor:
+        """[B, N] draft depth of each node, 0 for the root."""
+        return self.ancestors.sum(-1) - 1
+
+    @property
+    def real(self) -> Tensor:
+        """[B, N] bool: nodes that are not padding."""
+        return torch.arange(self.tokens.shape[1], device=self.size.device) < self.size[:, None]
+
+    @classmethod
+    def root(cls, tokens: Tensor) -> "DraftTree":
+        """[B] root tokens alone: plain decoding is a tree without drafts."""
+        zero = torch.zeros(len(tokens), 1, dtype=torch.long, device=tokens.device)
+        return cls(tokens[:, None], zero - 1, zero[:, 0] + 1, zero.float())
+
+
+# ---------------------------------------------------------------- shapes
+
+
+@dataclass(frozen=True)
+class StaticShape:
+    """A fixed tree of ranks: a path (0, 2) means the second-level node is the third-likeliest child of the likeliest child.
+
+    paths: every prefix of a path is a path of the shape too. A chain is the paths (0,), (0, 0), ...
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self):
+        known = set(self.paths)
+        for path in self.paths:
+            if not path or (len(path) > 1 and path[:-1] not in known):
+                raise ValueError(f"a static tree lacks the parent of its path {path}")
+
+    @property
+    def depth(self) -> int:
+        return max((len(path) for path in self.paths), default=0)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a pass, the root included."""
+        return 1 + len(self.paths)
+
+    @property
+    def levels(self) -> list[list[tuple[int, ...]]]:
+        return [sorted(p for p in self.paths if len(p) == d) for d in range(1, self.depth + 1)]
+
+
+@dataclass(frozen=True)
+class DynamicShape:
+    """EAGLE-2's tree: at each level the `width` likeliest nodes get `width` children, in the end the `nodes - 1` likeliest stay.
+
+    nodes counts the root. Source: Li et al. 2024 (EAGLE-2), section 4.
+    """
+
+    nodes: int
+    depth: int
+    width: int
+
+
+Shape = StaticShape | DynamicShape
+
+
+def chain(depth: int) -> StaticShape:
+    """The likeliest token at each of `depth` depths."""
+    return StaticShape(tuple((0,) * d for d in range(1, depth + 1)))
+
+
+def best_static(ranks: Tensor, nodes: int, depth: int, width: int = 32) -> StaticShape:
+    """The static tree of `nodes` nodes (root included) that accepts most tokens on measured ranks.
+
+    Args:
+        ranks: [P, K] int64, for P positions of text the target wrote: the rank that the drafter, fed the true prefix, gave the
+            target's token at depths 0..K-1.
+
+    A tree accepts, at a position, its longest path that starts the position's row of ranks; a path's worth is the share of
+    positions that start so. A path is never worth more than its parent, so the worthiest paths form a tree, and no other is better.
+    """
+    worth: dict[tuple[int, ...], int] = {}
+    for row in ranks[:, :depth].tolist():
+        for d in range(1, len(row) + 1):
+            if row[d - 1] >= width:
+                break
+            worth[tuple(row[:d])] = worth.get(tuple(row[:d]), 0) + 1
+    best = sorted(worth, key=lambda path: (-worth[path], len(path), path))
+    return StaticShape(tuple(sorted(best[: nodes - 1], key=lambda path: (len(path), path))))
+
+
+# ---------------------------------------------------------------- growing
+
+
+def grow(
+    drafter: Drafter, shape: Shape, feature: Tensor, tokens: Tensor, ctx: Context, allowed: Sequence[int] | None = None
+) -> DraftTree:
+    """Unroll the drafter over a tree.
+
+    Args:
+        feature: [B, J, F] of the rows that have become verified since the last call; the last real one of each row chose the root.
+        tokens: [B, J] the token that follows each of them; the last real one is the root.
+        ctx: positions [B, J] and count [B] of these rows (and the row's memory).
+        allowed: most draft tokens in a row that still make sense, per batch row (a row close to its limit drafts fewer).
+
+    Raises:
+        Refusal: the tree is deeper than the drafter's heads, or the drafter's logits are not finite.
+    """
+    if drafter.max_depth is not None and shape.depth > drafter.max_depth:
+        raise Refusal(f"decode.depth={shape.depth} is deeper than the drafter's {drafter.max_depth} heads")
+    rows = torch.arange(len(tokens), device=tokens.device)
+    last = ctx.count - 1
+    onward, state = drafter.step(feature, tokens, 0, ctx)
+    tree = DraftTree.root(tokens[rows, last])
+    if shape.depth == 0:
+        return tree
+    level = _Level(onward[rows, last][:, None], state[rows, last][:, None], tree.logp, torch.zeros_like(tree.parents))
+    at = Context((ctx.positions[rows, last] + 1)[:, None], torch.ones_like(ctx.count), ctx.history)
+    unfold = _unfold_static if isinstance(shape, StaticShape) else _unfold_dynamic
+    return _without_dead(unfold(drafter, shape, tree, level, at), allowed)
+
+
+@dataclass
+class _Level:
+    """Nodes about to get children: feature' [B, n, F], state [B, n, H], logp [B, n], and their index in the tree [B, n]."""
+
+    feature: Tensor
+    state: Tensor
+    logp: Tensor
+    index: Tensor
+
+
+def _children(drafter: Drafter, level: _Level, depth: int, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` likeliest children of each node of a level: draft ids and joint log-probabilities, both [B, n, width]."""
+    logits = drafter.head(level.state, depth).float()
+    top, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
+    if bool(top.isnan().any()) or bool((top == torch.inf).any()):
+        raise Refusal(f"the drafter's logits are not finite in {drafter.dtype}: decode with dtype=float32 or bfloat16")
+    logp = torch.where(top == -torch.inf, top, top - logits.logsumexp(-1, keepdim=True))
+    if logp.shape[1] != level.logp.shape[1]:  # one node spoke for its whole level
+        logp, ids = logp.expand(-1, level.logp.shape[1], -1), ids.expand(-1, level.logp.shape[1], -1)
+    return target_ids(drafter, ids), logp + level.logp[..., None]
+
+
+def _descend(
+    drafter: Drafter, level: _Level, parent: Tensor, tokens: Tensor, depth: int, ctx: Context
+) -> tuple[Tensor, Tensor]:
+    """Step into the chosen children: parent [B, m] indices within the level, tokens [B, m] -> feature', state."""
+    if not drafter.reads_tokens:  # every node of the level carries the same feature: one is enough
+        return drafter.step(level.feature[:, :1], tokens[:, :1], depth, ctx)
+    feature = level.feature.gather(1, parent[..., None].expand(-1, -1, level.feature.shape[-1]))
+    return drafter.step(feature, tokens, depth, ctx)
+
+
+def _unfold_static(drafter: Drafter, shape: StaticShape, tree: DraftTree, level: _Level, ctx: Context) -> DraftTree:
+    parts = [tree]
+    above: list[tuple[int, ...]] = [()]  # paths of the level, in its order
+    inner = {path[:-1] for path in shape.paths}
+    first = 1
+    for depth, paths in enumerate(shape.levels):
+        ids, logp = _children(drafter, level, depth, 1 + max(path[-1] for path in paths))
+        parent = torch.tensor([above.index(path[:-1]) for path in paths], device=ids.device)
+        rank = torch.tensor([path[-1] for path in paths], device=ids.device)
+        fits = rank < ids.shape[-1]
+        rank = rank.clamp(max=ids.shape[-1] - 1)
+        tokens, joint = ids[:, parent, rank], logp[:, parent, rank].masked_fill(~fits, -torch.inf)
+        parts.append(DraftTree(tokens, level.index[:, parent], tree.size, joint))
+        going = [i for i, path in enumerate(paths) if path in inner]
+        above = [paths[i] for i in going]
+        if going:
+            feature, state = _descend(
+                drafter, level, parent[going].expand(len(ids), -1), tokens[:, going], depth + 1, ctx
+            )
+            index = torch.tensor([first + i for i in going], device=ids.device).expand(len(ids), -1)
+            level = _Level(feature, state, joint[:, going], index)
+            ctx = Context(ctx.positions + 1, ctx.count, ctx.history)
+        first += len(paths)
+    return _joined(parts)
+
+
+def _unfold_dynamic(drafter: Drafter, shape: DynamicShape, tree: DraftTree, level: _Level, ctx: Context) -> DraftTree:
+    parts = [tree]
+    first = 1
+    for depth in range(shape.depth):
+        ids, logp = _children(drafter, level, depth, shape.width)
+        rows, n, width = ids.shape
+        tokens, joint = ids.reshape(rows, -1), logp.reshape(rows, -1)
+        parent = torch.arange(n, device=ids.device).repeat_interleave(width).expand(rows, -1)
+        parts.append(DraftTree(tokens, level.index.gather(1, parent), tree.size, joint))
+        if depth + 1 < shape.depth:
+            best = joint.topk(min(shape.width, joint.shape[1]), dim=1).indices
+            parent, tokens, joint = parent.gather(1, best), tokens.gather(1, best), joint.gather(1, best)
+            feature, state = _descend(drafter, level, parent, tokens, depth + 1, ctx)
+            level = _Level(feature, state, joint, first + best)
+            ctx = Context(ctx.positions + 1, ctx.count, ctx.history)
+        first += n * width
+    whole = _joined(parts)
+    # a node is never likelier than its parent; equal ones keep the earlier, so the parent of a kept node is kept
+    best = whole.logp.sort(dim=1, descending=True, stable=True).indices[:, : shape.nodes]
+    kept = torch.zeros_like(whole.logp, dtype=torch.bool).scatter(1, best, True)
+    return _subset(whole, kept)
+
+
+def _joined(parts: list[DraftTree]) -> DraftTree:
+    tokens, parents, logp = (
+        torch.cat([getattr(part, name) for part in parts], 1) for name in ("tokens", "parents", "logp")
+    )
+    return DraftTree(tokens, parents, parts[0].size * 0 + tokens.shape[1], logp)
+
+
+def _subset(tree: DraftTree, kept: Tensor) -> DraftTree:
+    """The nodes marked in `kept` [B, N], in order; parents of kept nodes must be kept."""
+    rows, nodes = kept.shape
+    size = kept.sum(1)
+    order = (~kept).long().sort(dim=1, stable=True).indices[:, : int(size.max())]
+    place = torch.zeros(rows, nodes, dtype=torch.long, device=kept.device)
+    place.scatter_(1, order, torch.arange(order.shape[1], device=kept.device).expand(rows, -1))
+    parents = tree.parents.gather(1, order)
+    parents = torch.where(parents < 0, parents, place.gather(1, parents.clamp(min=0)))
+    subset = DraftTree(tree.tokens.gather(1, order), parents, size, tree.logp.gather(1, order))
+    padding = ~subset.real
+    return DraftTree(
+        subset.tokens.masked_fill(padding, 0),
+        subset.parents.masked_fill(padding, 0),
+        size,
+        subset.logp.masked_fill(padding, -torch.inf),
+    )
+
+
+def _without_dead(tree: DraftTree, allowed: Sequence[int] | None) -> DraftTree:
+    """Drop nodes that the drafter gave no probability, and those deeper than a row may still emit."""
+    kept = tree.logp > -torch.inf
+    if allowed is not None and min(allowed) < tree.tokens.shape[1] - 1:
+        kept = kept & (tree.depth <= torch.tensor(allowed, device=kept.device)[:, None])
+    return tree if bool(kept.all()) else _subset(tree, kept)

@@ -1,0 +1,231 @@
+"""Verification: which drafts the target would have written. `walk` and `reject` are exact, `typical` is lossy and says so.
+
+Knows a tree and the target's logits at its nodes. Writes none of its inputs. All randomness goes through `Sampler.pick`
+and `Sampler.accepts`, keyed by (seed, row, absolute position, draw), so that a test can enumerate every outcome.
+
+    Legend: B rows, N nodes, V target ids.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.decode.tree import DraftTree
+
+Place = tuple[int, int]  # (row key, absolute position of the token being chosen)
+
+
+@dataclass
+class Sampler:
+    """The distribution a token is chosen from, and the noise that chooses it.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 are off. Noise for a token depends on (seed, row, position) alone: a row says
+    the same in any batch, and a deterministic tree verified by `walk` gives token for token what plain decoding gives.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        # below 1e-4 a logit gap of 1e-2 already decides with odds of e^100
+        return self.temperature < 1e-4
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """[..., V] logits -> the float32 (float64 if given so) distribution after temperature, top-k and top-p."""
+        scaled = logits if logits.dtype == torch.float64 else logits.float()
+        if self.greedy:
+            return torch.zeros_like(scaled).scatter(-1, scaled.argmax(-1, keepdim=True), 1.0)
+        scaled = scaled / self.temperature
+        if self.top_k and self.top_k < scaled.shape[-1]:
+            least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
+            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+        probs = scaled.softmax(-1)
+        return _nucleus(probs, self.top_p) if self.top_p < 1.0 else probs
+
+    def choose(self, logits: Tensor, places: Sequence[Place]) -> list[int]:
+        """[R, V] logits -> the token each of R rows chooses; the target's own choice, in plain decoding too."""
+        if self.greedy:
+            return logits.argmax(-1).tolist()
+        return self.pick(self.probs(logits), places)
+
+    def pick(self, probs: Tensor, places: Sequence[Place], draw: int = 0) -> list[int]:
+        """[R, V] distributions, not necessarily normalised -> a token each, by the inverse of the cumulative sum."""
+        total = probs.double().cumsum(-1)
+        noise = torch.tensor(
+            [[self.uniform(place, draw)] for place in places], dtype=torch.float64, device=probs.device
+        )
+        chosen = torch.searchsorted(total, noise * total[:, -1:], right=True)[:, 0]
+        return torch.minimum(chosen, _last_possible(probs)).tolist()
+
+    def accepts(self, chance: float, place: Place, draw: int) -> bool:
+        """One coin with probability `chance` of heads."""
+        return self.uniform(place, draw) < chance
+
+    def uniform(self, place: Place, draw: int = 0) -> float:
+        """A number in [0, 1) that depends on seed, place and draw alone."""
+        digest = hashlib.blake2b(f"{self.seed}/{place[0]}/{place[1]}/{draw}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def _last_possible(probs: Tensor) -> Tensor:
+    """[R, V] -> the last index of each row with any probability: where rounding must not carry a draw past."""
+    return probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Keep the likeliest tokens until they hold `top_p`, renormalised. The token that crosses the border is kept."""
+    shape = probs.shape
+    flat = probs.reshape(-1, shape[-1])
+    width = min(256, shape[-1])
+    kept = torch.zeros_like(flat)
+    top, ids = flat.topk(width, dim=-1)
+    proven = top.sum(-1) >= top_p  # a partial sort that does not prove it covers top_p is no answer
+    kept[proven] = _cut(kept[proven], top[proven], ids[proven], top_p)
+    if not bool(proven.all()):
+        rest = ~proven
+        kept[rest] = _cut(kept[rest], *flat[rest].sort(dim=-1, descending=True, stable=True), top_p)
+    return (kept / kept.sum(-1, keepdim=True)).reshape(shape)
+
+
+def _cut(zeros: Tensor, top: Tensor, ids: Tensor, top_p: float) -> Tensor:
+    """Scatter the first of the descending `top` [R, W] that together reach top_p into `zeros` [R, V]."""
+    before = top.cumsum(-1) - top
+    return zeros.scatter(-1, ids, top.masked_fill(before >= top_p, 0.0))
+
+
+@dataclass
+class Verdict:
+    """What the target made of B trees.
+
+    paths: per row the accepted nodes in order, the root first. bonus: [B] the token the target adds after the last of them.
+    """
+
+    paths: list[list[int]]
+    bonus: list[int]
+
+
+def walk(tree: DraftTree, logits: Tensor, sampler: Sampler, places: Sequence[Place]) -> Verdict:
+    """Exact: let the target choose at each node, follow the child that has its choice, stop where none has.
+
+    Args:
+        logits: [B, N, V] of the target at the nodes.
+        places: per row (row key, absolute position of the root's successor).
+    """
+    chosen_everywhere = logits.argmax(-1).tolist() if sampler.greedy else None
+    children = _children(tree)
+    paths: list[list[int]] = [[0] for _ in places]
+    bonus = [0] * len(places)
+    live = list(range(len(places)))
+    while live:
+        nodes = [paths[row][-1] for row in live]
+        if chosen_everywhere is not None:
+            chosen = [chosen_everywhere[row][node] for row, node in zip(live, nodes, strict=True)]
+        else:
+            here = [(places[row][0], places[row][1] + len(paths[row]) - 1) for row in live]
+            chosen = sampler.choose(logits[live, nodes], here)
+        still = []
+        for row, node, token in zip(live, nodes, chosen, strict=True):
+            child = next((c for c, t in children[row].get(node, ()) if t == token), None)
+            if child is None:
+                bonus[row] = token
+            else:
+                paths[row].append(child)
+                still.append(row)
+        live = still
+    return Verdict(paths, bonus)
+
+
+def reject(tree: DraftTree, logits: Tensor, sampler: Sampler, places: Sequence[Place]) -> Verdict:
+    """Exact: recursive rejection sampling (Leviathan et al. 2023; siblings as in SpecInfer and EAGLE).
+
+    At each node the children are tried in drawing order: child x stays with min(1, p(x) / q(x)), else p becomes the normalised
+    max(0, p - q) and q loses x and is renormalised. Where the tree was chosen deterministically (`q` None) each child has
+    q = 1 for itself: it stays with p(x), else p loses x and is renormalised. What is left of p gives the bonus token.
+    """
+    children = _children(tree)
+    paths: list[list[int]] = []
+    bonus: list[int] = []
+    for row, (key, position) in enumerate(places):
+        path = [0]
+        while True:
+            node, place = path[-1], (key, position + len(path) - 1)
+            p = sampler.probs(logits[row, node])
+            q = None if tree.q is None else tree.q[row, node].to(p.dtype).clone()
+            taken = None
+            for draw, (child, token) in enumerate(children[row].get(node, ()), start=1):
+                chance = float(p[token] if q is None else p[token] / q[token].clamp(min=torch.finfo(q.dtype).tiny))
+                if sampler.accepts(min(1.0, chance), place, draw):
+                    taken = child
+                    break
+                p = _residual(p, q, token)
+                if q is not None:
+                    q[token] = 0.0
+                    q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)
+            if taken is None:
+                bonus.append(sampler.pick(p[None], [place])[0])
+                paths.append(path)
+                break
+            path.append(taken)
+    return Verdict(paths, bonus)
+
+
+def _residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:
+    """What is left of p [V] after `token`, drawn from q (or chosen outright), was turned down. A new tensor."""
+    if q is None:
+        left = p.clone()
+        left[token] = 0.0
+    else:
+        left = (p - q).clamp(min=0.0)
+    total = left.sum()
+    return left / total if total > 0 else p
+
+
+def typical(
+    tree: DraftTree,
+    logits: Tensor,
+    sampler: Sampler,
+    places: Sequence[Place],
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+) -> Verdict:
+    """LOSSY: accept a draft the target finds typical, p > min(epsilon, delta · exp(-entropy)); longest path, then likeliest.
+
+    Source: Medusa (Cai et al. 2024), section 2.3.1. The output is not distributed as the target's.
+    """
+    children = _children(tree)
+    paths: list[list[int]] = []
+    bonus: list[int] = []
+    for row, (key, position) in enumerate(places):
+        best: tuple[int, float, list[int]] = (1, 0.0, [0])
+        open_paths: list[tuple[float, list[int]]] = [(0.0, [0])]
+        while open_paths:
+            score, path = open_paths.pop()
+            best = max(best, (len(path), score, path), key=lambda found: found[:2])
+            p = sampler.probs(logits[row, path[-1]])
+            entropy = float(-(p * p.clamp(min=1e-20).log()).sum())
+            least = min(epsilon, delta * math.exp(-entropy))
+            for child, token in children[row].get(path[-1], ()):
+                if float(p[token]) > least:
+                    open_paths.append((score + math.log(float(p[token])), [*path, child]))
+        path = best[2]
+        paths.append(path)
+        bonus += sampler.choose(logits[row, path[-1]][None], [(key, position + len(path) - 1)])
+    return Verdict(paths, bonus)
+
+
+def _children(tree: DraftTree) -> list[dict[int, list[tuple[int, int]]]]:
+    """Per row: node -> its (child, token) in drawing order."""
+    out = []
+    for tokens, parents, size in zip(tree.tokens.tolist(), tree.parents.tolist(), tree.size.tolist(), strict=True):
+        under: dict[int, list[tuple[int, int]]] = {}
+        for node in range(1, size):
+            under.setdefault(parents[node], []).append((node, tokens[node]))
+        out.append(under)
+    return out

@@ -1,0 +1,1 @@
+"""Drafters, the target, the cache and the export format."""

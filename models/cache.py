@@ -1,0 +1,99 @@
+"""The one KV cache: a preallocated buffer per layer, a committed length per row, draft nodes in the slack behind.
+
+Knows where rows lie. Does not know tokens, trees or which row the target accepted: `Target.forward` says where a
+pass writes, and `keep` is told which of the rows just written stay.
+
+    slot      0 ........ length-1 | length ... length+N-1
+    holds     committed, slot=position | the N nodes of the last pass, in node order
+"""
+
+import torch
+from torch import Tensor
+from transformers import Cache as TransformersCache
+
+from paceline.models.errors import Refusal
+
+
+class Cache(TransformersCache):
+    """Keys and values of B rows, seen by transformers as one of its own caches.
+
+    Legend: B rows, N nodes of one pass, S `capacity` slots, J rows kept.
+    `length` [B] counts the committed slots of each row. Buffers are allocated at the first pass, [B, heads, S, dim] a layer.
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu"):
+        super().__init__(layers=[])
+        self.capacity = capacity
+        self.length = torch.zeros(batch, dtype=torch.long, device=device)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._slots = torch.empty(0)
+        self._reach = 0
+
+    def place(self, nodes: int) -> Tensor:
+        """Reserve the slots of the next pass: returns [B, N], row b's nodes right behind its committed slots.
+
+        Raises:
+            Refusal: the pass does not fit the capacity (both numbers named).
+        """
+        longest = int(self.length.max())
+        if longest + nodes > self.capacity:
+            raise Refusal(f"the cache holds {self.capacity} tokens, {longest} + {nodes} were asked for")
+        self._reach = longest + nodes
+        self._slots = self.length[:, None] + torch.arange(nodes, device=self.length.device)
+        return self._slots
+
+    @property
+    def reach(self) -> int:
+        """Slots that the pass being run can see, counted over the longest row."""
+        return self._reach
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
+        """transformers' door: write [B, heads, N, dim] at the placed slots, return what the pass may look at."""
+        while len(self.keys) <= layer_idx:  # layers come in order; a slot never written must still be finite
+            batch, heads, _, dim = key_states.shape
+            self.keys.append(key_states.new_zeros(batch, heads, self.capacity, dim))
+            self.values.append(value_states.new_zeros(batch, heads, self.capacity, value_states.shape[-1]))
+        out = []
+        for buffer, new in ((self.keys[layer_idx], key_states), (self.values[layer_idx], value_states)):
+            if len(self.length) == 1:
+                start = self._reach - new.shape[2]
+                buffer[:, :, start : self._reach] = new
+            else:
+                rows = torch.arange(len(buffer), device=buffer.device)[:, None]
+                buffer[rows, :, self._slots] = new.transpose(1, 2)  # [B, N, heads, dim]
+            out.append(buffer[:, :, : self._reach])
+        return out[0], out[1]
+
+    def keep(self, nodes: Tensor, count: Tensor) -> None:
+        """Commit nodes of the last pass and forget its others.
+
+        Args:
+            nodes: [B, J] node indices of the last pass in the order in which they become committed; ascending in each row.
+            count: [B] how many of the J are meant in each row (the rest is padding).
+        """
+        wide = nodes.shape[1]
+        there = torch.arange(wide, device=nodes.device)
+        if wide and bool(((nodes != there) & (there < count[:, None])).any()):
+            # node indices ascend, so nodes[j] >= j: a row never overwrites one that is still to be moved
+            rows = torch.arange(len(nodes), device=nodes.device)[:, None]
+            source = self.length[:, None] + torch.where(there < count[:, None], nodes, there)
+            target = self.length[:, None] + there
+            for buffer in (*self.keys, *self.values):
+                buffer[rows, :, target] = buffer[rows, :, source]
+        self.length = self.length + count
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch ([R] indices): finished rows leave."""
+        self.length = self.length[rows]
+        self.keys = [buffer[rows] for buffer in self.keys]
+        self.values = [buffer[rows] for buffer in self.values]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(self.length.max())
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return self.capacity

@@ -1,0 +1,176 @@
+"""What every drafter is: `read`, `step`, `head`, and the few facts its callers need. And `build`, by name.
+
+Does not know who calls: training unrolls `step` over all positions of a text, decoding over the nodes of a draft tree.
+Tokens, positions and the attention mask are the caller's, and reach `step` through `Context`.
+
+    depth 0   reads feature_t  and x[t+1]       predicts x[t+2]
+    depth k   reads feature'_t and x[t+1+k]     predicts x[t+2+k]
+
+    Legend: B batch, N rows of this call, T sequence, H hidden, F carried width, D draft vocabulary.
+"""
+
+import importlib
+import pkgutil
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt
+from torch import Tensor, nn
+
+from paceline.models.errors import Refusal
+from paceline.models.target import Target
+
+
+class Options(BaseModel):
+    """The options every trained method has; a method adds its own. Refuses unknown names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    unroll: PositiveInt | None = None
+    draft_vocab: PositiveInt | None = None
+    taps: tuple[int, ...] = (-1,)
+    objective: dict[str, float] = {"kl": 1.0}
+    decay: float = 0.8
+
+    def depth_limit(self) -> int | None:
+        """Draft tokens that this method can put in a row; None for as many as asked."""
+        return None
+
+    def trained(self) -> bool:
+        """Whether there is anything to train."""
+        return True
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a drafter must know of its target to be built: an export carries it."""
+
+    hidden: int
+    layers: int
+    vocab: int
+
+    @classmethod
+    def of(cls, target: Target) -> "Shape":
+        return cls(target.hidden, target.layers, target.config.vocab_size)
+
+
+@dataclass
+class Context:
+    """What the caller of `step` owns.
+
+    positions [B, N] of the rows' features; count [B] rows that are real, the rest of N is padding;
+    history: each batch row's verified tokens so far, for drafters that look back at text.
+    """
+
+    positions: Tensor
+    count: Tensor
+    history: list[list[int]] = field(default_factory=list)
+
+
+class Drafter(nn.Module):
+    """Base of all drafters.
+
+    Attributes:
+        max_depth: depths that exist (only this refuses a tree), None for as deep as asked.
+        unroll: depths trained. taps: hidden states read, in `Target.forward`'s numbering.
+        reads_tokens: False where all nodes of one depth share their logits (Medusa).
+        first_row: 0, or -1 for drafters that read tokens only. position_offset: added to a row's position for rotary embeddings.
+        vocab_map: [D] int64 target id of each draft id, ascending; None where D == V.
+    """
+
+    Options: ClassVar[type[Options]]
+    max_depth: int | None = None
+    reads_tokens: bool = True
+    first_row: int = 0
+    position_offset: int = 0
+
+    def __init__(self, options: Any, shape: Shape):
+        super().__init__()
+        self.options, self.shape = options, shape
+        self.taps: tuple[int, ...] = options.taps
+
+    @property
+    def unroll(self) -> int:
+        return self.options.unroll or self.max_depth or 1
+
+    @property
+    def vocab_map(self) -> Tensor | None:
+        return None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((p.dtype for p in self.parameters()), torch.float32)
+
+    def stream(self, depth: int) -> int:
+        """Which key stream depth `depth` writes into: 0 for one module applied again, `depth` for a module per depth."""
+        return 0
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """[B, T, len(taps) * H] target states -> [B, T, F], cast to the drafter's own dtype."""
+        return hidden.to(self.dtype)
+
+    def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        """[B, N, F] features and [B, N] tokens that follow them -> feature' [B, N, F'] for the children, state [B, N, H]."""
+        raise NotImplementedError
+
+    def head(self, state: Tensor, depth: int) -> Tensor:
+        """[..., H] -> draft logits [..., D]."""
+        raise NotImplementedError
+
+    def start(self, target: Target) -> None:
+        """Initialise what is trained from the target, once, before training."""
+
+    def borrow(self, target: Target) -> None:
+        """Take, by reference, what stays the target's own and is not exported."""
+
+    def engine_config(self) -> dict[str, Any]:
+        """What other engines look for in this method's `config.json`."""
+        return {}
+
+
+def target_ids(drafter: Drafter, draft_ids: Tensor) -> Tensor:
+    """Draft ids of any shape -> target ids."""
+    return draft_ids if drafter.vocab_map is None else drafter.vocab_map[draft_ids]
+
+
+_METHODS: dict[str, type[Drafter]] = {}
+
+
+def method(name: str):
+    """Class decorator: makes a drafter known under `method.name`."""
+
+    def add(cls: type[Drafter]) -> type[Drafter]:
+        _METHODS[name] = cls
+        return cls
+
+    return add
+
+
+def methods() -> list[str]:
+    """Names of all methods: every module of `paceline.models` is looked at."""
+    package = importlib.import_module("paceline.models")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"paceline.models.{module.name}")
+    return sorted(_METHODS)
+
+
+def options(name: str) -> type[Options]:
+    """The option schema of a method. Raises KeyError for an unknown name."""
+    methods()
+    return _METHODS[name].Options
+
+
+def build(options_: Options, shape: Shape, vocab_map: Tensor | None = None) -> Drafter:
+    """A drafter with untrained weights.
+
+    Args:
+        vocab_map: [D] int64, which target ids it may draft; required where `options.draft_vocab` is set.
+    """
+    if options_.name not in methods():
+        raise Refusal(f"method.name={options_.name}: no such method; one of {', '.join(methods())}")
+    if options_.draft_vocab and vocab_map is None:
+        raise Refusal(f"method.draft_vocab={options_.draft_vocab} needs a map of draft ids to target ids")
+    cls = _METHODS[options_.name]
+    return cls(options_, shape, vocab_map) if options_.trained() else cls(options_, shape)

@@ -1,0 +1,160 @@
+"""Exports: a trained drafter as a folder that describes itself, read back strictly. The native format.
+
+    config.json          what serving engines look for in this method's files
+    model.safetensors    every trained tensor and the draft vocabulary; nothing borrowed from the target
+    drafter.json         method and options, taps, slot convention, target fingerprint, tree, provenance, measured acceptance
+
+Knows the folder and its checks. Does not know how a drafter was trained or what its tree is good for.
+"""
+
+import json
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from paceline.models.drafter import Drafter, Shape, build, methods, options
+from paceline.models.errors import Refusal
+from paceline.models.target import DTYPES, Target
+
+VERSION = 1
+SLOTS = "depth k at position t reads the token at t+1+k and predicts the token at t+2+k"
+
+
+def save_export(drafter: Drafter, folder: str | Path, dtype: str, target: dict[str, Any], **about: Any) -> Path:
+    """Write an export; the folder appears whole or not at all, and replaces an older one.
+
+    Args:
+        dtype: of the floating-point tensors. target: {"name", "path", "fingerprint"} and what else identifies it.
+        about: further entries of drafter.json: `tree`, `provenance`, `acceptance`.
+    """
+    folder = Path(folder)
+    tensors = {
+        name: tensor.detach().to("cpu", DTYPES[dtype] if tensor.is_floating_point() else None).contiguous()
+        for name, tensor in drafter.state_dict().items()
+    }
+    description = {
+        "paceline": VERSION,
+        "method": drafter.options.model_dump(mode="json"),
+        "shape": asdict(drafter.shape),
+        "slots": SLOTS,
+        "taps": list(drafter.taps),
+        "dtype": dtype,
+        "target": target,
+        **about,
+    }
+    config = {
+        **drafter.engine_config(),
+        "hidden_size": drafter.shape.hidden,
+        "vocab_size": drafter.shape.vocab,
+        "torch_dtype": dtype,
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (work / "drafter.json").write_text(json.dumps(description, indent=2) + "\n")
+        work.chmod(0o755)
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+            folder.rename(old / "export")
+            work.rename(folder)
+            shutil.rmtree(old)
+        else:
+            work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def describe(folder: str | Path) -> dict[str, Any]:
+    """drafter.json of an export, checked as far as that is possible without a target.
+
+    Raises:
+        Refusal: no export there, of another version, or with options this version does not know.
+    """
+    folder = Path(folder)
+    file = folder / "drafter.json"
+    if not file.is_file():
+        below = [str(child.parent) for child in sorted(folder.glob("**/drafter.json"))[:1]]
+        hint = f"; nearest: {below[0]}" if below else ""
+        raise Refusal(f"drafter={folder}: no export there (it has no drafter.json){hint}")
+    try:
+        about = json.loads(file.read_text())
+        version, name = about["paceline"], about["method"]["name"]
+        Shape(**about["shape"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refusal(f"drafter={folder}: drafter.json is damaged ({type(error).__name__}: {error})") from error
+    if version != VERSION:
+        raise Refusal(f"drafter={folder}: written in format {version}, this paceline reads {VERSION}")
+    if name not in methods():
+        raise Refusal(f"drafter={folder}: method {name!r} is not known here; one of {', '.join(methods())}")
+    try:
+        options(name).model_validate(about["method"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Refusal(f"drafter={folder}: method.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    return about
+
+
+def load_export(folder: str | Path, target: Target, dtype: str | None = None) -> tuple[Drafter, dict[str, Any]]:
+    """The drafter of an export, ready to draft for `target`, and its drafter.json.
+
+    Args:
+        dtype: of the loaded drafter; None: as exported.
+
+    Raises:
+        Refusal: a missing, extra, misshapen or unreadable tensor by name; a drafter trained for another target.
+    """
+    about = describe(folder)
+    _same_target(folder, about["target"].get("fingerprint", ""), target)
+    opts = options(about["method"]["name"]).model_validate(about["method"])
+    file = Path(folder) / "model.safetensors"
+    try:
+        with safe_open(file, "pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise Refusal(f"drafter={folder}: model.safetensors cannot be read ({error})") from error
+    try:
+        drafter = build(opts, Shape(**about["shape"]), tensors.get("token_map"))
+    except ValueError as error:
+        raise Refusal(f"drafter={folder}: {error}") from error
+    load_tensors(drafter, tensors, f"drafter={folder}")
+    drafter.to(target.device, DTYPES[dtype or about["dtype"]]).eval().requires_grad_(False)
+    drafter.borrow(target)
+    return drafter, about
+
+
+def load_tensors(drafter: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str) -> None:
+    """Fill a module from named tensors, strict in both directions and in shapes. Raises Refusal naming the first fault."""
+    wanted = drafter.state_dict()
+    for name, tensor in wanted.items():
+        if name not in tensors:
+            raise Refusal(f"{where}: tensor {name} is missing")
+        if tensors[name].shape != tensor.shape:
+            raise Refusal(
+                f"{where}: tensor {name} has shape {list(tensors[name].shape)}, expected {list(tensor.shape)}"
+            )
+    extra = sorted(set(tensors) - set(wanted))
+    if extra:
+        raise Refusal(f"{where}: tensor {extra[0]} belongs to no part of this drafter")
+    drafter.load_state_dict(tensors)
+
+
+def _same_target(folder: str | Path, theirs: str, target: Target) -> None:
+    ours = target.fingerprint
+    tables, _, layers = theirs.partition("-")
+    my_tables, _, my_layers = ours.partition("-")
+    comparable = "quantised" not in (layers, my_layers)
+    if tables != my_tables or (comparable and layers != my_layers):
+        raise Refusal(
+            f"drafter={folder} was trained for a target with fingerprint {theirs}, "
+            f"target={target.source} has {ours}: give the target it was trained for, or train a new drafter"
+        )

@@ -1,0 +1,79 @@
+"""Medusa heads: H independent heads on the frozen target's last hidden state (Cai et al. 2024).
+
+Head k maps the post-norm state at t, which has chosen x[t+1], to x[t+2+k]. It reads no token, so all nodes of one depth
+share their logits. Parameter names are those vLLM (up to 0.32) reads, so the export loads there unchanged.
+"""
+
+from typing import Any, Literal
+
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from paceline.models.drafter import Context, Drafter, Options, Shape, method
+from paceline.models.errors import Refusal
+from paceline.models.layers import ResBlock, checked_map
+from paceline.models.target import Head, Target
+
+
+class MedusaOptions(Options):
+    """heads: depths. blocks: residual layers a head. head: `own` output matrix (copied from the target's) or `shared` (frozen)."""
+
+    heads: PositiveInt = 4
+    blocks: PositiveInt = 1
+    head: Literal["own", "shared"] = "own"
+
+    def depth_limit(self) -> int | None:
+        return self.heads
+
+
+@method("medusa")
+class Medusa(Drafter):
+    """H heads of L residual layers, each with its own output matrix or all sharing the target's."""
+
+    Options = MedusaOptions
+    reads_tokens = False
+
+    def __init__(self, options: MedusaOptions, shape: Shape, vocab_map: Tensor | None = None):
+        super().__init__(options, shape)
+        self.max_depth = options.heads
+        if len(self.taps) != 1:
+            raise Refusal(f"method.taps={list(self.taps)}: Medusa heads read one hidden state, usually [-1]")
+        self.blocks = nn.ModuleList(ResBlock(shape.hidden, options.blocks) for _ in range(options.heads))
+        self.register_buffer("token_map", None if vocab_map is None else checked_map(vocab_map, shape.vocab))
+        width = shape.vocab if vocab_map is None else len(vocab_map)
+        own = options.heads if options.head == "own" else 0
+        self.lm_heads = nn.ModuleList(nn.Linear(shape.hidden, width, bias=False) for _ in range(own))
+        self._shared: Head | None = None
+
+    @property
+    def vocab_map(self) -> Tensor | None:
+        return self.token_map
+
+    def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        return feature, self.blocks[depth](feature)
+
+    def head(self, state: Tensor, depth: int) -> Tensor:
+        if self.options.head == "own":
+            return self.lm_heads[depth](state)
+        if self._shared is None:
+            raise RuntimeError("these heads share the target's output matrix: call borrow(target) first")
+        return self._shared(state.to(self._shared.weight.dtype))
+
+    def start(self, target: Target) -> None:
+        theirs = target.head.rows(self.vocab_map)
+        for head in self.lm_heads:
+            head.weight.data.copy_(theirs.weight * theirs.scale)
+
+    def borrow(self, target: Target) -> None:
+        if self.options.head == "shared":
+            self._shared = target.head.rows(self.vocab_map)
+
+    def engine_config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "num_heads": self.options.heads,
+            "num_hidden_layers": self.options.blocks,
+            "medusa_fc_bias": True,
+            "truncated_vocab_size": self.shape.vocab if self.vocab_map is None else len(self.vocab_map),
+        }

@@ -1,0 +1,65 @@
+"""Prompt lookup: drafts what followed the last occurrence of the text's own ending. Nothing is trained (Saxena 2023).
+
+The training-free reference every trained drafter should beat. Keeps the verified tokens of each row in `Context.history`.
+"""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from paceline.models.drafter import Context, Drafter, Options, Shape, method
+
+
+class NgramOptions(Options):
+    """longest, shortest: length of the ending that is looked for, the longest that occurs before wins."""
+
+    longest: int = Field(default=3, ge=1)
+    shortest: int = Field(default=1, ge=1)
+
+    def trained(self) -> bool:
+        return False
+
+
+@method("ngram")
+class Ngram(Drafter):
+    """The carried feature is where in the row's own text to read on; the state is the token found there, or -1."""
+
+    Options = NgramOptions
+
+    def __init__(self, options: NgramOptions, shape: Shape):
+        super().__init__(options, shape)
+        self.taps = ()
+
+    def read(self, hidden: Tensor) -> Tensor:
+        return hidden.new_zeros(*hidden.shape[:-1], 1, dtype=torch.float64)
+
+    def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        places = feature[..., 0].long().tolist()
+        if depth == 0:  # the rows are newly verified text
+            for row, (words, count) in enumerate(zip(tokens.tolist(), ctx.count.tolist(), strict=True)):
+                ctx.history[row].extend(words[:count])
+                places[row] = [self._after_last_match(ctx.history[row])] * len(words)
+        found = [
+            [self._token(ctx.history[row], place) for place in places_of_row]
+            for row, places_of_row in enumerate(places)
+        ]
+        onward = [[place + 1 if place >= 0 else -1 for place in row] for row in places]
+        as_feature = torch.tensor(onward, dtype=torch.float64, device=feature.device)[..., None]
+        return as_feature, torch.tensor(found, device=feature.device)[..., None]
+
+    def head(self, state: Tensor, depth: int) -> Tensor:
+        known = state >= 0
+        logits = torch.full((*state.shape[:-1], self.shape.vocab), -torch.inf, device=state.device)
+        return logits.scatter_(-1, state.clamp(min=0), torch.where(known, 0.0, -torch.inf))
+
+    def _after_last_match(self, text: list[int]) -> int:
+        for length in range(min(self.options.longest, len(text) - 1), self.options.shortest - 1, -1):
+            ending = text[-length:]
+            for start in range(len(text) - length - 1, -1, -1):
+                if text[start : start + length] == ending:
+                    return start + length
+        return -1
+
+    @staticmethod
+    def _token(text: list[int], place: int) -> int:
+        return text[place] if 0 <= place < len(text) else -1

