@@ -2,7 +2,7 @@
 
 from paceline.decode.decoder import Decoder, Emitted, Generation, Stream
 from paceline.decode.report import DEFINITIONS, AcceptanceReport
-from paceline.decode.tree import DraftTree, DynamicShape, StaticShape, best_static, chain, grow
+from paceline.decode.tree import DraftTree, DynamicShape, StaticShape, best_static, chain, grow, shape_of
 from paceline.decode.verify import Sampler, Verdict, reject, typical, walk
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "chain",
     "grow",
     "reject",
+    "shape_of",
     "typical",
     "walk",
 ]

@@ -1,6 +1,6 @@
 """The decoder: draft a tree, let the target check it in one pass, keep what it would have written. Token ids only.
 
-Knows no tokenizer, prompt format, config or training. Without a drafter the same loop is plain decoding: a tree that is all root.
+Knows no tokenizer, prompt format, config or training. Plain decoding is the same loop without a drafter.
 
     round     tree = grow(...)          node 0 is the root: the token the target chose last, not yet in the cache
               logits = target(tree)     one pass over all nodes
@@ -40,7 +40,7 @@ class Emitted:
 class Generation:
     """New tokens of each row, the acceptance of each row, and the seconds spent by phase.
 
-    seconds: prefill, draft, target (passes over trees and their head), verify, keep; passes: target passes after the prefill.
+    seconds: prefill, draft, target (passes over trees and their head), verify, keep. passes: of the target, no prefill.
     """
 
     tokens: list[list[int]]
@@ -53,7 +53,6 @@ class Generation:
         return sum(self.reports, AcceptanceReport())
 
 
-@dataclass
 class Decoder:
     """Speculative decoding of a target with a drafter.
 
@@ -61,17 +60,12 @@ class Decoder:
     verify: `walk` (exact), `reject` (exact) or `typical` (lossy).
     """
 
-    target: Target
-    drafter: Drafter | None = None
-    shape: Shape | None = None
-    verify: Verify = walk
-
-    def __post_init__(self):
-        if self.drafter is None:
-            self.shape = chain(0)
-        elif self.shape is None:
-            self.shape = chain(self.drafter.unroll)
-        deepest = self.drafter.max_depth if self.drafter is not None else None
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, shape: Shape | None = None, verify: Verify = walk
+    ):
+        self.target, self.drafter, self.verify = target, drafter, verify
+        self.shape: Shape = chain(0) if drafter is None else shape or chain(drafter.unroll)
+        deepest = None if drafter is None else drafter.max_depth
         if deepest is not None and self.shape.depth > deepest:
             raise Refusal(
                 f"decode.depth={self.shape.depth} is deeper than the drafter's {deepest} heads (decode.depth={deepest})"
@@ -99,7 +93,7 @@ class Decoder:
 
 
 class Stream(Iterator[Emitted]):
-    """One run of a decoder. All state of the run lives here: dropping it at any point leaves the decoder as good as new."""
+    """One run of a decoder. All its state lives here: dropping it at any point leaves the decoder as good as new."""
 
     def __init__(
         self,
@@ -233,7 +227,7 @@ class Stream(Iterator[Emitted]):
 
 
 class _Timer:
-    """Adds the seconds of a block to `seconds[phase]`; waits for a GPU, whose work would be counted elsewhere otherwise."""
+    """Adds the seconds of a block to `seconds[phase]`, having waited for a GPU, whose work would count elsewhere."""
 
     def __init__(self, seconds: dict[str, float], phase: str, device: torch.device):
         self.seconds, self.phase, self.device = seconds, phase, device

@@ -10,7 +10,7 @@ DEFINITIONS = {
     "mean_acceptance_length": "tokens emitted per target pass, the bonus token included (1.0: drafts never helped)",
     "draft_acceptance_rate": "accepted draft tokens / proposed draft tokens (a tree proposes all its nodes)",
     "per_position_acceptance_rate": "rounds that accepted at least i draft tokens / all rounds (unconditional)",
-    "conditional_acceptance_rate": "rounds that accepted at least i / rounds that accepted i-1 and were offered an i-th",
+    "conditional_acceptance_rate": "rounds that accepted >= i / rounds that accepted >= i-1 and were offered an i-th",
 }
 
 
@@ -24,7 +24,7 @@ class AcceptanceReport:
 
     accepted[i]: rounds that accepted at least i draft tokens (accepted[0] = rounds).
     offered[i]: rounds that accepted at least i-1 and offered a draft at depth i.
-    nodes: draft tokens proposed. rounds: target passes that verified (or merely decoded). emitted: tokens these rounds gave.
+    nodes: draft tokens proposed. rounds: target passes that verified (or merely decoded). emitted: tokens they gave.
     """
 
     accepted: list[int] = field(default_factory=list)

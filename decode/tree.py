@@ -1,4 +1,4 @@
-"""Draft trees and how they grow: chain, static tree, dynamic tree. One loop unrolls `step`; a shape says who gets children.
+"""Draft trees and how they grow: chain, static tree, dynamic tree. A shape says which nodes get children.
 
 Knows a drafter's read/step/head only. Does not know the target, its cache or how a tree is verified.
 
@@ -22,8 +22,8 @@ class DraftTree:
 
     tokens [B, N] target ids; parents [B, N], parents[i] < i, -1 for the root; size [B] real nodes, the root among them;
     logp [B, N] float32, log of the drafter's joint probability down to the node.
-    q: None when candidates were chosen deterministically, else [B, N, V]: row i is the float32 distribution over target ids that
-    node i's children were really drawn from, one after the other without replacement.
+    q: None when candidates were chosen deterministically, else [B, N, V]: row i is the float32 distribution over target
+    ids that node i's children were really drawn from, one after the other without replacement.
     """
 
     tokens: Tensor
@@ -64,7 +64,7 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class StaticShape:
-    """A fixed tree of ranks: a path (0, 2) means the second-level node is the third-likeliest child of the likeliest child.
+    """A fixed tree of ranks: the path (0, 2) is the third-likeliest child of the likeliest child of the root.
 
     paths: every prefix of a path is a path of the shape too. A chain is the paths (0,), (0, 0), ...
     """
@@ -93,9 +93,9 @@ class StaticShape:
 
 @dataclass(frozen=True)
 class DynamicShape:
-    """EAGLE-2's tree: at each level the `width` likeliest nodes get `width` children, in the end the `nodes - 1` likeliest stay.
+    """EAGLE-2's tree: at each level the `width` likeliest nodes get `width` children; in the end the likeliest stay.
 
-    nodes counts the root. Source: Li et al. 2024 (EAGLE-2), section 4.
+    nodes: how many stay, the root included. Source: Li et al. 2024 (EAGLE-2), section 4.
     """
 
     nodes: int
@@ -112,14 +112,15 @@ def chain(depth: int) -> StaticShape:
 
 
 def best_static(ranks: Tensor, nodes: int, depth: int, width: int = 32) -> StaticShape:
-    """The static tree of `nodes` nodes (root included) that accepts most tokens on measured ranks.
+    """The static tree of `nodes` nodes, root included, that accepts most on measured ranks; worthiest path first.
 
     Args:
-        ranks: [P, K] int64, for P positions of text the target wrote: the rank that the drafter, fed the true prefix, gave the
-            target's token at depths 0..K-1.
+        ranks: [P, K] int64, for P positions of text the target wrote: the rank that the drafter, fed the true prefix,
+            gave the target's token at depths 0..K-1.
 
-    A tree accepts, at a position, its longest path that starts the position's row of ranks; a path's worth is the share of
-    positions that start so. A path is never worth more than its parent, so the worthiest paths form a tree, and no other is better.
+    A tree accepts, at a position, its longest path that starts the position's row of ranks; a path's worth is the share
+    of positions that start so. A path is never worth more than its parent, so the worthiest paths form a tree, and no
+    other is better.
     """
     worth: dict[tuple[int, ...], int] = {}
     for row in ranks[:, :depth].tolist():
@@ -128,7 +129,38 @@ def best_static(ranks: Tensor, nodes: int, depth: int, width: int = 32) -> Stati
                 break
             worth[tuple(row[:d])] = worth.get(tuple(row[:d]), 0) + 1
     best = sorted(worth, key=lambda path: (-worth[path], len(path), path))
-    return StaticShape(tuple(sorted(best[: nodes - 1], key=lambda path: (len(path), path))))
+    return StaticShape(tuple(best[: nodes - 1]))
+
+
+def shape_of(
+    tree: str, nodes: int, depth: int | None, width: int, drafter: Drafter | None, paths: Sequence[Sequence[int]] = ()
+) -> Shape:
+    """The shape that the `decode` options ask for.
+
+    Args:
+        tree: `chain`, `static` or `dynamic`.
+        nodes: of a pass, the root included.
+        depth: None for as deep as the drafter was trained.
+        paths: the export's static tree, worthiest path first, so that its first `nodes - 1` are the best tree of that
+            size. A drafter that has none (n-grams) drafts a chain instead.
+
+    Raises:
+        Refusal: deeper than the drafter's heads.
+    """
+    if drafter is None:
+        return chain(0)
+    deepest = drafter.max_depth
+    if depth is not None and deepest is not None and depth > deepest:
+        raise Refusal(
+            f"decode.depth={depth} is deeper than the drafter's {deepest} heads; nearest: decode.depth={deepest}"
+        )
+    depth = depth or deepest or max(drafter.unroll, 4)
+    if tree == "dynamic":
+        return DynamicShape(nodes, depth, width)
+    if tree == "static" and paths:
+        fitting = [tuple(path) for path in paths if len(path) <= depth and max(path) < width]
+        return StaticShape(tuple(fitting[: nodes - 1]))
+    return chain(min(depth, nodes - 1))
 
 
 # ---------------------------------------------------------------- growing
@@ -140,10 +172,10 @@ def grow(
     """Unroll the drafter over a tree.
 
     Args:
-        feature: [B, J, F] of the rows that have become verified since the last call; the last real one of each row chose the root.
+        feature: [B, J, F] of the tokens that have become verified since the last call; the last of them chose the root.
         tokens: [B, J] the token that follows each of them; the last real one is the root.
         ctx: positions [B, J] and count [B] of these rows (and the row's memory).
-        allowed: most draft tokens in a row that still make sense, per batch row (a row close to its limit drafts fewer).
+        allowed: per batch row, most draft tokens in a row that still make sense (fewer close to the limit).
 
     Raises:
         Refusal: the tree is deeper than the drafter's heads, or the drafter's logits are not finite.
@@ -158,13 +190,16 @@ def grow(
         return tree
     level = _Level(onward[rows, last][:, None], state[rows, last][:, None], tree.logp, torch.zeros_like(tree.parents))
     at = Context((ctx.positions[rows, last] + 1)[:, None], torch.ones_like(ctx.count), ctx.history)
-    unfold = _unfold_static if isinstance(shape, StaticShape) else _unfold_dynamic
-    return _without_dead(unfold(drafter, shape, tree, level, at), allowed)
+    if isinstance(shape, StaticShape):
+        tree = _unfold_static(drafter, shape, tree, level, at)
+    else:
+        tree = _unfold_dynamic(drafter, shape, tree, level, at)
+    return _without_dead(tree, allowed)
 
 
 @dataclass
 class _Level:
-    """Nodes about to get children: feature' [B, n, F], state [B, n, H], logp [B, n], and their index in the tree [B, n]."""
+    """Nodes about to get children: feature' [B, n, F], state [B, n, H], logp [B, n], index in the tree [B, n]."""
 
     feature: Tensor
     state: Tensor
@@ -173,7 +208,7 @@ class _Level:
 
 
 def _children(drafter: Drafter, level: _Level, depth: int, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` likeliest children of each node of a level: draft ids and joint log-probabilities, both [B, n, width]."""
+    """The `width` likeliest children of each node of a level: target ids and joint log-probabilities [B, n, width]."""
     logits = drafter.head(level.state, depth).float()
     top, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
     if bool(top.isnan().any()) or bool((top == torch.inf).any()):

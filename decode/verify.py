@@ -1,4 +1,4 @@
-"""Verification: which drafts the target would have written. `walk` and `reject` are exact, `typical` is lossy and says so.
+"""Verification: which drafts the target would have written. `walk` and `reject` are exact, `typical` is lossy.
 
 Knows a tree and the target's logits at its nodes. Writes none of its inputs. All randomness goes through `Sampler.pick`
 and `Sampler.accepts`, keyed by (seed, row, absolute position, draw), so that a test can enumerate every outcome.
@@ -23,8 +23,8 @@ Place = tuple[int, int]  # (row key, absolute position of the token being chosen
 class Sampler:
     """The distribution a token is chosen from, and the noise that chooses it.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 are off. Noise for a token depends on (seed, row, position) alone: a row says
-    the same in any batch, and a deterministic tree verified by `walk` gives token for token what plain decoding gives.
+    temperature 0 is greedy. top_k 0 and top_p 1 are off. A token's noise depends on (seed, row, position) alone: a row
+    says the same in any batch, and `walk` on a deterministic tree gives token for token what plain decoding gives.
     """
 
     temperature: float = 0.0
@@ -104,7 +104,7 @@ def _cut(zeros: Tensor, top: Tensor, ids: Tensor, top_p: float) -> Tensor:
 class Verdict:
     """What the target made of B trees.
 
-    paths: per row the accepted nodes in order, the root first. bonus: [B] the token the target adds after the last of them.
+    paths: per row the accepted nodes in order, the root first. bonus: [B] what the target adds after the last of them.
     """
 
     paths: list[list[int]]
@@ -145,9 +145,10 @@ def walk(tree: DraftTree, logits: Tensor, sampler: Sampler, places: Sequence[Pla
 def reject(tree: DraftTree, logits: Tensor, sampler: Sampler, places: Sequence[Place]) -> Verdict:
     """Exact: recursive rejection sampling (Leviathan et al. 2023; siblings as in SpecInfer and EAGLE).
 
-    At each node the children are tried in drawing order: child x stays with min(1, p(x) / q(x)), else p becomes the normalised
-    max(0, p - q) and q loses x and is renormalised. Where the tree was chosen deterministically (`q` None) each child has
-    q = 1 for itself: it stays with p(x), else p loses x and is renormalised. What is left of p gives the bonus token.
+    At each node the children are tried in drawing order: child x stays with min(1, p(x) / q(x)), else p becomes the
+    normalised max(0, p - q) and q loses x and is renormalised. Where the tree was chosen deterministically (`q` None)
+    each child has q = 1 for itself: it stays with p(x), else p loses x and is renormalised. What is left of p gives the
+    bonus token.
     """
     children = _children(tree)
     paths: list[list[int]] = []
@@ -195,9 +196,9 @@ def typical(
     epsilon: float = 0.09,
     delta: float = 0.3,
 ) -> Verdict:
-    """LOSSY: accept a draft the target finds typical, p > min(epsilon, delta · exp(-entropy)); longest path, then likeliest.
+    """LOSSY, not the target's distribution: a draft stays if it is typical, p > min(epsilon, delta · exp(-entropy)).
 
-    Source: Medusa (Cai et al. 2024), section 2.3.1. The output is not distributed as the target's.
+    The longest typical path wins, then the likeliest. Source: Medusa (Cai et al. 2024), section 2.3.1.
     """
     children = _children(tree)
     paths: list[list[int]] = []

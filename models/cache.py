@@ -18,7 +18,7 @@ class Cache(TransformersCache):
     """Keys and values of B rows, seen by transformers as one of its own caches.
 
     Legend: B rows, N nodes of one pass, S `capacity` slots, J rows kept.
-    `length` [B] counts the committed slots of each row. Buffers are allocated at the first pass, [B, heads, S, dim] a layer.
+    `length` [B] counts the committed slots of each row. The first pass makes the buffers, [B, heads, S, dim] a layer.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu"):
@@ -51,9 +51,8 @@ class Cache(TransformersCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
         """transformers' door: write [B, heads, N, dim] at the placed slots, return what the pass may look at."""
         while len(self.keys) <= layer_idx:  # layers come in order; a slot never written must still be finite
-            batch, heads, _, dim = key_states.shape
-            self.keys.append(key_states.new_zeros(batch, heads, self.capacity, dim))
-            self.values.append(value_states.new_zeros(batch, heads, self.capacity, value_states.shape[-1]))
+            for buffers, new in ((self.keys, key_states), (self.values, value_states)):
+                buffers.append(new.new_zeros(*new.shape[:2], self.capacity, new.shape[-1]))
         out = []
         for buffer, new in ((self.keys[layer_idx], key_states), (self.values[layer_idx], value_states)):
             if len(self.length) == 1:
@@ -69,7 +68,7 @@ class Cache(TransformersCache):
         """Commit nodes of the last pass and forget its others.
 
         Args:
-            nodes: [B, J] node indices of the last pass in the order in which they become committed; ascending in each row.
+            nodes: [B, J] node indices of the last pass, in the order in which they are committed; ascending in a row.
             count: [B] how many of the J are meant in each row (the rest is padding).
         """
         wide = nodes.shape[1]

@@ -76,7 +76,8 @@ class Drafter(nn.Module):
         max_depth: depths that exist (only this refuses a tree), None for as deep as asked.
         unroll: depths trained. taps: hidden states read, in `Target.forward`'s numbering.
         reads_tokens: False where all nodes of one depth share their logits (Medusa).
-        first_row: 0, or -1 for drafters that read tokens only. position_offset: added to a row's position for rotary embeddings.
+        first_row: 0, or -1 for drafters that read tokens only.
+        position_offset: added to a row's position for rotary embeddings.
         vocab_map: [D] int64 target id of each draft id, ascending; None where D == V.
     """
 
@@ -86,7 +87,7 @@ class Drafter(nn.Module):
     first_row: int = 0
     position_offset: int = 0
 
-    def __init__(self, options: Any, shape: Shape):
+    def __init__(self, options: Any, shape: Shape, vocab_map: Tensor | None = None):
         super().__init__()
         self.options, self.shape = options, shape
         self.taps: tuple[int, ...] = options.taps
@@ -104,7 +105,7 @@ class Drafter(nn.Module):
         return next((p.dtype for p in self.parameters()), torch.float32)
 
     def stream(self, depth: int) -> int:
-        """Which key stream depth `depth` writes into: 0 for one module applied again, `depth` for a module per depth."""
+        """The key stream that `depth` writes into: 0 for one module applied again, `depth` for a module per depth."""
         return 0
 
     def read(self, hidden: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ class Drafter(nn.Module):
         return hidden.to(self.dtype)
 
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
-        """[B, N, F] features and [B, N] tokens that follow them -> feature' [B, N, F'] for the children, state [B, N, H]."""
+        """[B, N, F] features, [B, N] tokens that follow -> feature' [B, N, F'] for the children, state [B, N, H]."""
         raise NotImplementedError
 
     def head(self, state: Tensor, depth: int) -> Tensor:
@@ -173,4 +174,4 @@ def build(options_: Options, shape: Shape, vocab_map: Tensor | None = None) -> D
     if options_.draft_vocab and vocab_map is None:
         raise Refusal(f"method.draft_vocab={options_.draft_vocab} needs a map of draft ids to target ids")
     cls = _METHODS[options_.name]
-    return cls(options_, shape, vocab_map) if options_.trained() else cls(options_, shape)
+    return cls(options_, shape, vocab_map)

@@ -2,7 +2,7 @@
 
     config.json          what serving engines look for in this method's files
     model.safetensors    every trained tensor and the draft vocabulary; nothing borrowed from the target
-    drafter.json         method and options, taps, slot convention, target fingerprint, tree, provenance, measured acceptance
+    drafter.json         method and options, taps, slot convention, target fingerprint, tree, provenance, acceptance
 
 Knows the folder and its checks. Does not know how a drafter was trained or what its tree is good for.
 """
@@ -133,7 +133,7 @@ def load_export(folder: str | Path, target: Target, dtype: str | None = None) ->
 
 
 def load_tensors(drafter: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str) -> None:
-    """Fill a module from named tensors, strict in both directions and in shapes. Raises Refusal naming the first fault."""
+    """Fill a module from named tensors, strict in both directions and in shapes. Refusal names the first fault."""
     wanted = drafter.state_dict()
     for name, tensor in wanted.items():
         if name not in tensors:

@@ -8,15 +8,14 @@ from torch.nn import functional as F
 class ResBlock(nn.Module):
     """L residual layers x + SiLU(W x + b), each with its own weights and the identity at the start (W = 0, b = 0).
 
-    Source: Medusa (Cai et al. 2024), section 2.1; there the bias starts random, so that a fresh head is not the identity.
+    Source: Medusa (Cai et al. 2024), section 2.1; there the bias starts random, so a fresh head is not the identity.
     """
 
     def __init__(self, hidden: int, layers: int):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers))
-        for layer in self.layers:
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""

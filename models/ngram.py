@@ -1,6 +1,6 @@
 """Prompt lookup: drafts what followed the last occurrence of the text's own ending. Nothing is trained (Saxena 2023).
 
-The training-free reference every trained drafter should beat. Keeps the verified tokens of each row in `Context.history`.
+The training-free reference every trained drafter should beat. Keeps each row's verified tokens in `Context.history`.
 """
 
 import torch
@@ -26,7 +26,7 @@ class Ngram(Drafter):
 
     Options = NgramOptions
 
-    def __init__(self, options: NgramOptions, shape: Shape):
+    def __init__(self, options: NgramOptions, shape: Shape, vocab_map: Tensor | None = None):
         super().__init__(options, shape)
         self.taps = ()
 

@@ -12,11 +12,11 @@ import importlib.util
 import inspect
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,12 +67,11 @@ def _made_once(name: str, build: Callable[[Path], None]) -> Path:
     with open(root / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.is_dir():
-            work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
-            try:
-                build(work)
-                work.rename(done)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+            work = root / f".{name}"
+            shutil.rmtree(work, ignore_errors=True)  # what a killed builder left
+            work.mkdir()
+            build(work)
+            work.rename(done)
     return done
 
 
@@ -186,13 +185,17 @@ class Target(nn.Module):
         fingerprint: identifies the weights whatever dtype they were loaded in.
     """
 
-    def __init__(self, model: nn.Module, vocab: int | None = None, source: str = ""):
+    model: Any  # transformers types its models too loosely to help
+
+    def __init__(self, model: Any, vocab: int | None = None, source: str = ""):
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         config = model.config.get_text_config()
         self.config, self.source = config, source
-        _refuse_what_cannot_roll_back(model, config)
-        self.body: nn.Module = getattr(model, model.base_model_prefix)
+        self.body = _body(model)
+        _refuse_what_cannot_roll_back(model, self.body, config)
+        if getattr(config, "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")  # the only one that applies the soft-cap under a mask of our own
         self.hidden: int = config.hidden_size
         self.layers: int = config.num_hidden_layers
         self.vocab: int = min(vocab or config.vocab_size, config.vocab_size)
@@ -254,7 +257,7 @@ class Target(nn.Module):
         Args:
             ids: [B, P] tokens.
             taps: which hidden states to return: k is the input of layer k, -1 the output of the final norm.
-            tree: [B, N, N] bool, entry (i, j) true where node j is i or an ancestor of i; None for a chain. Needs `cache`.
+            tree: [B, N, N] bool, (i, j) true where node j is i or an ancestor of i; None for a chain. Needs `cache`.
             cache: keys of the committed tokens; the pass writes behind them. Nothing is committed until `keep`.
             documents: [B, T] int64, for packed rows without a cache: a token sees only its own document.
             positions: [B, T], with `documents`; otherwise counted from the cache.
@@ -279,6 +282,8 @@ class Target(nn.Module):
             visible = visible.expand(len(ids), -1, -1)
             if positions is None:
                 positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+            if self.window is not None:
+                self._within_window(int(positions.max()) + 1, "the longest text's tokens", "lower data.max_length")
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=device)
         mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
         with self._tapped(taps) as tapped:
@@ -299,11 +304,7 @@ class Target(nn.Module):
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache; refused where the model's attention window is smaller than what may have to be seen."""
-        if self.window is not None and capacity > self.window:
-            raise Refusal(
-                f"this target's attention window is {self.window} tokens, and prompt + new tokens + tree need {capacity}: "
-                "shorten the prompt, max_new_tokens or decode.nodes"
-            )
+        self._within_window(capacity, "prompt + new tokens + tree", "shorten the prompt or lower max_new_tokens")
         return Cache(batch, capacity, self.device)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -334,7 +335,7 @@ class Target(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """`tables-layers`: a hash of a strided sample of the weights, rounded to bf16 so that a dtype cast does not change it.
+        """`tables-layers`: hashes of a strided sample of the weights, as bf16 so that the loaded dtype does not matter.
 
         Layers that were loaded in 4 or 8 bits cannot be compared: their half is `quantised`.
         """
@@ -353,7 +354,7 @@ class Target(nn.Module):
 
     @torch.no_grad()
     def hf_generate(self, ids: Tensor, max_new_tokens: int, eos: Sequence[int] = ()) -> Tensor:
-        """transformers' own greedy `generate` on [1, T] ids: the outside baseline of the speed table. Returns the new ids."""
+        """transformers' own greedy `generate` on [1, T] ids, the outside baseline of speed. Returns the new ids."""
         with quiet_transformers():
             out = self.model.generate(
                 ids,
@@ -395,6 +396,10 @@ class Target(nn.Module):
             for handle in handles:
                 handle.remove()
 
+    def _within_window(self, tokens: int, what: str, advice: str) -> None:
+        if self.window is not None and tokens > self.window:
+            raise Refusal(f"this target's attention window is {self.window} tokens, and {what} need {tokens}: {advice}")
+
     def _check_tables(self) -> None:
         """`embed` and `head` must be the model's own arithmetic: tried once on four tokens, refused if they are not."""
         ids = torch.arange(min(4, self.vocab), device=self.device)[None]
@@ -410,7 +415,7 @@ class Target(nn.Module):
 
 def _visible(tree: Tensor, cache: Cache, slots: Tensor) -> Tensor:
     """[B, N, reach] bool: committed slots of the own row, and the node's ancestors in the slack."""
-    rows, nodes = slots.shape
+    nodes = slots.shape[1]
     visible = (torch.arange(cache.reach, device=slots.device) < cache.length[:, None])[:, None, :].expand(-1, nodes, -1)
     return visible.scatter(2, slots[:, None, :].expand(-1, nodes, -1), tree)
 
@@ -429,7 +434,15 @@ def _window(config) -> int | None:
     return int(size)
 
 
-def _refuse_what_cannot_roll_back(model: nn.Module, config) -> None:
+def _body(model: Any) -> nn.Module:
+    """The trunk without its output head."""
+    body = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
+    if body is None:
+        raise Refusal(f"target: {type(model).__name__} has no trunk that paceline can find")
+    return body
+
+
+def _refuse_what_cannot_roll_back(model: Any, body: nn.Module, config) -> None:
     name = type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
@@ -441,7 +454,6 @@ def _refuse_what_cannot_roll_back(model: nn.Module, config) -> None:
         raise Refusal(
             f"target: {name} keeps {detail}, which cannot forget rejected draft tokens; use an attention-only model"
         )
-    body = getattr(model, model.base_model_prefix)
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise Refusal(f"target: {name} takes no position ids, which tree verification needs")
 
