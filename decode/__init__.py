@@ -3,10 +3,11 @@
 from paceline.decode.decoder import Decoder, Emitted, Generation, Stream
 from paceline.decode.report import DEFINITIONS, AcceptanceReport
 from paceline.decode.tree import DraftTree, DynamicShape, StaticShape, best_static, chain, grow, shape_of
-from paceline.decode.verify import Sampler, Verdict, reject, typical, walk
+from paceline.decode.verify import VERIFIERS, Sampler, Verdict, reject, typical, walk
 
 __all__ = [
     "DEFINITIONS",
+    "VERIFIERS",
     "AcceptanceReport",
     "Decoder",
     "DraftTree",

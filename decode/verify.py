@@ -230,3 +230,6 @@ def _children(tree: DraftTree) -> list[dict[int, list[tuple[int, int]]]]:
             under.setdefault(parents[node], []).append((node, tokens[node]))
         out.append(under)
     return out
+
+
+VERIFIERS = {"walk": walk, "reject": reject, "typical": typical}

@@ -6,7 +6,7 @@ share their logits. Parameter names are those vLLM (up to 0.32) reads, so the ex
 
 from typing import Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 from torch import Tensor, nn
 
 from paceline.models.drafter import Context, Drafter, Options, Shape, method
@@ -16,11 +16,19 @@ from paceline.models.target import Head, Target
 
 
 class MedusaOptions(Options):
-    """heads: depths. blocks: residual layers a head. head: `own` output matrix (copied from the target's) or `shared` (frozen)."""
+    """heads: depths. blocks: residual layers of each. head: its `own` output matrix, or `shared` with the target."""
 
     heads: PositiveInt = 4
     blocks: PositiveInt = 1
-    head: Literal["own", "shared"] = "own"
+    output: Literal["own", "shared"] = "own"
+
+    @model_validator(mode="after")
+    def _every_head_trained(self) -> "MedusaOptions":
+        if self.unroll not in (None, self.heads):
+            raise Refusal(f"method.unroll: {self.unroll} would leave heads untrained; nearest: method.heads={self.unroll}")
+        if len(self.taps) != 1:
+            raise Refusal(f"method.taps: {list(self.taps)} is refused, Medusa heads read one hidden state; nearest: [-1]")
+        return self
 
     def depth_limit(self) -> int | None:
         return self.heads
@@ -36,12 +44,11 @@ class Medusa(Drafter):
     def __init__(self, options: MedusaOptions, shape: Shape, vocab_map: Tensor | None = None):
         super().__init__(options, shape)
         self.max_depth = options.heads
-        if len(self.taps) != 1:
-            raise Refusal(f"method.taps={list(self.taps)}: Medusa heads read one hidden state, usually [-1]")
         self.blocks = nn.ModuleList(ResBlock(shape.hidden, options.blocks) for _ in range(options.heads))
+        self.token_map: Tensor | None
         self.register_buffer("token_map", None if vocab_map is None else checked_map(vocab_map, shape.vocab))
         width = shape.vocab if vocab_map is None else len(vocab_map)
-        own = options.heads if options.head == "own" else 0
+        own = options.heads if options.output == "own" else 0
         self.lm_heads = nn.ModuleList(nn.Linear(shape.hidden, width, bias=False) for _ in range(own))
         self._shared: Head | None = None
 
@@ -53,7 +60,7 @@ class Medusa(Drafter):
         return feature, self.blocks[depth](feature)
 
     def head(self, state: Tensor, depth: int) -> Tensor:
-        if self.options.head == "own":
+        if self.options.output == "own":
             return self.lm_heads[depth](state)
         if self._shared is None:
             raise RuntimeError("these heads share the target's output matrix: call borrow(target) first")
@@ -61,11 +68,11 @@ class Medusa(Drafter):
 
     def start(self, target: Target) -> None:
         theirs = target.head.rows(self.vocab_map)
-        for head in self.lm_heads:
-            head.weight.data.copy_(theirs.weight * theirs.scale)
+        for weight in self.lm_heads.parameters():
+            weight.data.copy_(theirs.weight * theirs.scale)
 
     def borrow(self, target: Target) -> None:
-        if self.options.head == "shared":
+        if self.options.output == "shared":
             self._shared = target.head.rows(self.vocab_map)
 
     def engine_config(self) -> dict[str, Any]:

@@ -1,0 +1,155 @@
+"""What every script that decodes begins with: the target, drafter, tree and sampler that a checked configuration asks for.
+
+What drafter.json alone gives away is refused before the target loads. Does not know prompts, reports or screens.
+"""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.data.conversations import load_tokenizer, stop_ids
+from paceline.decode import Decoder, DynamicShape, Sampler, reject, shape_of, typical, walk
+from paceline.models.drafter import Shape, build, options
+from paceline.models.errors import Refusal
+from paceline.models.export import describe, load_export
+from paceline.models.target import Target, folder
+from paceline.scripts.terminal import device_of
+
+VERIFIERS = {"walk": walk, "reject": reject, "typical": typical}
+
+
+@dataclass
+class Runtime:
+    """A target ready to decode with its drafter (`decoder`) and alone (`plain`), in the same loop.
+
+    stops: ids that end an answer. drafter, target: what they are, in plain types.
+    """
+
+    tokenizer: Any
+    decoder: Decoder
+    plain: Decoder
+    sampler: Sampler
+    stops: list[int]
+    drafter: dict[str, Any]
+    target: dict[str, Any]
+
+
+def runtime(cfg: Any) -> Runtime:
+    """Load what `cfg` (EvaluateConfig or GenerateConfig) asks for. Raises Refusal, or BadData for a tokenizer."""
+    about = describe(cfg.drafter) if cfg.drafter not in ("none", "ngram") else {}
+    name, path = _target_of(cfg, about)
+    where = folder(name, path)
+    tokenizer = load_tokenizer(where)
+    target = Target.load(
+        where,
+        cfg.dtype,
+        device_of(cfg.target.device),
+        len(tokenizer),
+        cfg.target.quantize,
+        cfg.target.trust_remote_code,
+    )
+    drafter = None
+    if about:
+        drafter, about = load_export(cfg.drafter, target, cfg.dtype)
+    elif cfg.drafter == "ngram":
+        drafter = build(cfg.ngram, Shape.of(target))
+    asked, paths = cfg.decode, (about.get("tree") or {}).get("paths", ())
+    shape = shape_of(asked.tree, asked.nodes, asked.depth, asked.width, drafter, paths)
+    return Runtime(
+        tokenizer,
+        Decoder(target, drafter, shape, VERIFIERS[asked.verify]),
+        Decoder(target),
+        Sampler(asked.temperature, asked.top_k, asked.top_p, asked.seed),
+        stop_ids(tokenizer),
+        {
+            "name": drafter.options.name if drafter is not None else "none",
+            "path": cfg.drafter if about else None,
+            "options": drafter.options.model_dump(mode="json") if drafter is not None else None,
+            "parameters": sum(p.numel() for p in drafter.parameters()) if drafter is not None else 0,
+        },
+        {
+            "name": name,
+            "path": where,
+            "fingerprint": target.fingerprint,
+            "vocab": target.vocab,
+            "quantize": cfg.target.quantize,
+        },
+    )
+
+
+def _target_of(cfg: Any, about: dict[str, Any]) -> tuple[str, str | None]:
+    """Name and path of the target that is meant. Raises Refusal where the export already contradicts the options."""
+    if not about:
+        return cfg.target.name, cfg.target.path
+    deepest = options(about["method"]["name"]).model_validate(about["method"]).depth_limit()
+    if deepest is not None and (cfg.decode.depth or 0) > deepest:
+        raise Refusal(
+            f"decode.depth: {cfg.decode.depth} is deeper than the {deepest} heads of drafter={cfg.drafter}; "
+            f"nearest: {deepest}"
+        )
+    theirs = about["target"]
+    if cfg.target.name != "export":
+        embedded = ("smollm2", "tiny")
+        if cfg.target.name in embedded and theirs["name"] in embedded and cfg.target.name != theirs["name"]:
+            raise Refusal(
+                f"target: {cfg.target.name} is not what drafter={cfg.drafter} was trained for; nearest: {theirs['name']}"
+            )
+        return cfg.target.name, cfg.target.path
+    if theirs["path"] and os.path.isabs(theirs["path"]) and not os.path.isdir(theirs["path"]):
+        raise Refusal(
+            f"target: that of drafter={cfg.drafter} is not at {theirs['path']} any more; "
+            "say where it is: target=hf target.path=FOLDER"
+        )
+    return theirs["name"], theirs["path"]
+
+
+def setting(cfg: Any, ready: Runtime) -> dict[str, Any]:
+    """How and where it was decoded. The tree is the one really drafted: `static` is a chain where there is no tree."""
+    shape, asked = ready.decoder.shape, cfg.decode
+    if isinstance(shape, DynamicShape):
+        tree = "dynamic"
+    else:
+        tree = "static" if any(any(path) for path in shape.paths) else "chain"
+    return {
+        "dtype": cfg.dtype,
+        "tree": tree,
+        "depth": shape.depth,
+        "nodes": shape.nodes,
+        "width": asked.width,
+        "verify": asked.verify,
+        "lossy": asked.verify == "typical",
+        "temperature": asked.temperature,
+        "top_k": asked.top_k,
+        "top_p": asked.top_p,
+        "seed": asked.seed,
+        "threads": torch.get_num_threads(),
+        "device": str(ready.decoder.target.device),
+        "machine": _machine(ready.decoder.target.device),
+        "command": shlex.join(sys.argv),
+        **{name: version(name) for name in ("paceline", "torch", "transformers")},
+    }
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """The file appears whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}-{os.getpid()}")
+    unfinished.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.replace(file)

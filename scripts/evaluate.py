@@ -1,0 +1,374 @@
+"""What a drafter is worth, in the decoder: acceptance, speed against plain decoding, and whether the output is the target's.
+
+    python scripts/evaluate.py drafter=outputs/demo/export eval.prompts=demo
+
+Owns the measurement, report.json and its table. Does not know how drafts are made or judged.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.conf.entry import entry
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.data.prompts import Prompt
+    from paceline.decode import AcceptanceReport, Generation
+    from paceline.scripts.decoding import Runtime
+
+NEAR_TIE = 2e-2  # of the largest logit: what rounding in 16 bits can turn round
+RESAMPLES = 1000
+SPEED = {
+    "tokens_per_second": "new tokens / wall-clock seconds with the drafter, reading the prompt included",
+    "plain_tokens_per_second": "the same loop and prompts without a drafter",
+    "hf_generate_tokens_per_second": "transformers' own generate, greedy, prompt by prompt",
+    "speedup": "tokens_per_second / plain_tokens_per_second",
+    "speedup_vs_hf_generate": "tokens_per_second / hf_generate_tokens_per_second",
+    "target_pass_ms": "one target pass of plain decoding: one token a prompt (median over prompts)",
+    "verify_pass_ms": "one target pass over a whole draft (median over prompts)",
+    "draft_ms": "drafting for one such pass (median over prompts)",
+}
+
+
+def run(cfg: Any) -> None:
+    from rich.console import Console
+
+    from paceline.data.conversations import prompt_ids
+    from paceline.data.prompts import prompts
+    from paceline.scripts.decoding import runtime, setting, write_json
+    from paceline.scripts.terminal import progress
+
+    asked = prompts(cfg.eval.prompts, cfg.eval.limit)
+    ready = runtime(cfg)
+    ids = [prompt_ids(ready.tokenizer, prompt.messages) for prompt in asked]
+    ways = _ways(cfg, ready)
+    console = Console()
+    console.print(
+        f"{len(ids)} prompts, at most {cfg.eval.max_new_tokens} tokens each, decoded {len(ways)} times: {', '.join(ways)}",
+        highlight=False,
+    )
+    with progress("prompts", len(ids)) as bar:
+        batches = []
+        for batch in measured(ways, ids, cfg.eval.batch):
+            batches.append(batch)
+            bar.advance(f"{_rate(batches, DRAFTED):.1f} tokens/s, {_rate(batches, PLAIN):.1f} plain", len(batch.rows))
+    report = {
+        "drafter": ready.drafter,
+        "target": ready.target,
+        "setting": setting(cfg, ready)
+        | {
+            "batch": cfg.eval.batch,
+            "prompts": cfg.eval.prompts,
+            "num_prompts": len(ids),
+            "max_new_tokens": cfg.eval.max_new_tokens,
+        },
+        **figures(batches, asked, cfg.seed),
+        "exactness": exactness(cfg, ready, asked, ids, batches),
+    }
+    file = _folder(cfg) / "report.json"
+    write_json(file, report)
+    show(console, report)
+    console.print(f"all figures, prompt by prompt: {file}", highlight=False, soft_wrap=True)
+    if _faults(report):
+        raise SystemExit(1)
+
+
+def _folder(cfg: Any) -> Path:
+    """`out`, or the run's folder RUN of an export RUN/export, or the export's own, or outputs/ngram and outputs/none."""
+    if cfg.out or cfg.drafter in ("none", "ngram"):
+        return Path(cfg.out or f"outputs/{cfg.drafter}")
+    export = Path(cfg.drafter)
+    return export.parent if export.name == "export" else export
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+DRAFTED, PLAIN, GENERATE = "drafted", "plain", "transformers' generate"
+Way = Callable[[list[int], list[list[int]]], "Generation"]  # (rows, their prompts' ids) -> new tokens
+
+
+@dataclass
+class Batch:
+    """Prompts that were decoded together, in every way: what came out and the seconds on the wall clock.
+
+    alone: the plain tokens of each prompt decoded by itself, which drafted output is compared with.
+    """
+
+    rows: list[int]
+    out: dict[str, Generation]
+    seconds: dict[str, float]
+    alone: list[list[int]]
+
+    def tokens(self, way: str) -> int:
+        return sum(map(len, self.out[way].tokens))
+
+
+def _ways(cfg: Any, ready: Runtime) -> dict[str, Way]:
+    import torch
+
+    from paceline.decode import Generation
+
+    limit = cfg.eval.max_new_tokens
+    target = ready.decoder.target
+
+    def by(decoder: Any) -> Way:
+        # noise is keyed by the prompt's number: sampled text does not depend on who else is in the batch
+        return lambda rows, ids: decoder.generate(ids, limit, sampler=ready.sampler, eos=ready.stops, rows=rows)
+
+    def generate(rows: list[int], ids: list[list[int]]) -> Generation:
+        new = target.hf_generate(torch.tensor(ids, device=target.device), limit, ready.stops)
+        return Generation([new.tolist()], [])
+
+    ways = {DRAFTED: by(ready.decoder), PLAIN: by(ready.plain)}
+    # transformers samples with other noise and pads batches: only greedy, prompt by prompt, is it the same work
+    if cfg.hf_baseline and ready.sampler.greedy and cfg.eval.batch == 1:
+        ways[GENERATE] = generate
+    return ways
+
+
+def measured(ways: dict[str, Way], ids: list[list[int]], size: int) -> Iterator[Batch]:
+    """Decode batches of `size` prompts in every way in turn; who begins rotates, so that noise hits all alike."""
+    for way in ways.values():  # the first pass of anything is slow
+        way([0], ids[:1])
+    for number, first in enumerate(range(0, len(ids), size)):
+        rows = list(range(first, min(first + size, len(ids))))
+        batch = Batch(rows, {}, {}, [])
+        names = list(ways)
+        for turn in range(len(names)):
+            name = names[(number + turn) % len(names)]
+            start = time.perf_counter()
+            batch.out[name] = ways[name](rows, [ids[row] for row in rows])  # tokens are lists: a GPU has been waited for
+            batch.seconds[name] = time.perf_counter() - start
+        batch.alone = (
+            batch.out[PLAIN].tokens if size == 1 else [ways[PLAIN]([row], [ids[row]]).tokens[0] for row in rows]
+        )
+        yield batch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figures: sums over prompts, divided once
+
+
+def figures(batches: list[Batch], asked: Sequence[Prompt], seed: int) -> dict[str, Any]:
+    """`acceptance`, `speed`, `by_category`, `intervals` and `prompts` of report.json."""
+    reports = [report for batch in batches for report in batch.out[DRAFTED].reports]
+    categories = dict.fromkeys(prompt.category for prompt in asked)
+    return {
+        "acceptance": _sum(reports).as_dict(),
+        "speed": _speed(batches),
+        "by_category": {
+            category: _category(batches, reports, [i for i, p in enumerate(asked) if p.category == category])
+            for category in categories
+        },
+        "intervals": {
+            "confidence": 0.95,
+            "resamples": RESAMPLES,
+            "seed": seed,
+            "mean_acceptance_length": interval([[r.emitted for r in reports]], [[r.rounds for r in reports]], seed),
+            "speedup": interval(
+                [[b.tokens(DRAFTED) for b in batches], [b.seconds[PLAIN] for b in batches]],
+                [[b.tokens(PLAIN) for b in batches], [b.seconds[DRAFTED] for b in batches]],
+                seed,
+            ),
+        },
+        "prompts": [
+            {
+                "id": asked[row].id,
+                "category": asked[row].category,
+                "batch": number,
+                "tokens": len(batch.out[DRAFTED].tokens[place]),
+                "rounds": reports[row].rounds,
+                "accepted": reports[row].num_accepted_tokens,
+                "seconds": batch.seconds[DRAFTED],
+                "plain_seconds": batch.seconds[PLAIN],
+                "hf_generate_seconds": batch.seconds.get(GENERATE),
+            }
+            for number, batch in enumerate(batches)
+            for place, row in enumerate(batch.rows)
+        ],
+    }
+
+
+def _sum(reports: Iterable[AcceptanceReport]) -> AcceptanceReport:
+    first, *others = reports
+    return sum(others, first)
+
+
+def _rate(batches: list[Batch], way: str) -> float:
+    """Tokens a second."""
+    return sum(batch.tokens(way) for batch in batches) / sum(batch.seconds[way] for batch in batches)
+
+
+def _speed(batches: list[Batch]) -> dict[str, float | None]:
+    def milliseconds(way: str, phase: str) -> float | None:
+        passes = [b.out[way].seconds[phase] / b.out[way].passes for b in batches if b.out[way].passes]
+        return 1e3 * statistics.median(passes) if passes else None
+
+    drafted, plain = _rate(batches, DRAFTED), _rate(batches, PLAIN)
+    theirs = _rate(batches, GENERATE) if GENERATE in batches[0].seconds else None
+    return {
+        "tokens_per_second": drafted,
+        "plain_tokens_per_second": plain,
+        "hf_generate_tokens_per_second": theirs,
+        "speedup": drafted / plain,
+        "speedup_vs_hf_generate": drafted / theirs if theirs else None,
+        "target_pass_ms": milliseconds(PLAIN, "target"),
+        "verify_pass_ms": milliseconds(DRAFTED, "target"),
+        "draft_ms": milliseconds(DRAFTED, "draft"),
+    }
+
+
+def _category(batches: list[Batch], reports: list[AcceptanceReport], rows: list[int]) -> dict[str, Any]:
+    """Seconds belong to a batch: where it holds several prompts, a category has no speed of its own."""
+    whole = _sum(reports[row] for row in rows)
+    alone = [batch for batch in batches if len(batch.rows) == 1 and batch.rows[0] in rows]
+    timed = len(alone) == len(rows)
+    return {
+        "prompts": len(rows),
+        "mean_acceptance_length": whole.mean_acceptance_length,
+        "draft_acceptance_rate": whole.draft_acceptance_rate,
+        "tokens_per_second": _rate(alone, DRAFTED) if timed else None,
+        "speedup": _rate(alone, DRAFTED) / _rate(alone, PLAIN) if timed else None,
+    }
+
+
+def interval(over: list[list[float]], under: list[list[float]], seed: int) -> list[float] | None:
+    """95% percentile bootstrap of (product of the sums of `over`) / (that of `under`); every list has one entry a unit.
+
+    Source: Efron 1979. None where there are fewer than two units, or nothing to divide by.
+    """
+    import numpy as np
+
+    units = len(over[0])
+    if units < 2 or not all(map(sum, under)):
+        return None
+    drawn = np.random.default_rng(seed).integers(units, size=(RESAMPLES, units))
+    top, bottom = (np.prod([np.array(column)[drawn].sum(1) for column in columns], axis=0) for columns in (over, under))
+    some = bottom > 0
+    return np.quantile(top[some] / bottom[some], [0.025, 0.975]).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exactness
+
+
+def exactness(
+    cfg: Any, ready: Runtime, asked: Sequence[Prompt], ids: list[list[int]], batches: list[Batch]
+) -> dict[str, Any]:
+    """Drafted against plain output, token for token; `reason` says why there is nothing to compare."""
+    if not ready.sampler.greedy and cfg.decode.verify != "walk":
+        promise = "has the same distribution, not the same tokens" if cfg.decode.verify == "reject" else "is lossy"
+        reason = f"sampled output under decode.verify={cfg.decode.verify} {promise}"
+        return {"compared": 0, "identical": None, "first_differences": [], "reason": reason}
+    pairs = [
+        (row, plain, drafted)
+        for batch in batches
+        for row, plain, drafted in zip(batch.rows, batch.alone, batch.out[DRAFTED].tokens, strict=True)
+    ]
+    differences = [
+        {"prompt": asked[row].id} | _first_difference(ready, ids[row], plain, drafted)
+        for row, plain, drafted in pairs
+        if plain != drafted
+    ]
+    return {
+        "compared": len(pairs),
+        "identical": len(pairs) - len(differences),
+        "first_differences": differences,
+        "reason": None,
+    }
+
+
+def _first_difference(ready: Runtime, ids: list[int], plain: list[int], drafted: list[int]) -> dict[str, Any]:
+    """Where two outputs part, and how sure the target was there: its logits after the prompt and the common tokens.
+
+    near_tie: both tokens' logits lie within NEAR_TIE (of the largest logit) of the best, so that rounding may choose
+    either. None for sampled tokens, which noise chooses too.
+    """
+    import torch
+
+    position, (first, second) = next(
+        (i, pair) for i, pair in enumerate(zip_longest(plain, drafted)) if pair[0] != pair[1]
+    )
+    target = ready.decoder.target
+    with torch.no_grad():
+        _, last = target(torch.tensor([ids + plain[:position]], device=target.device))
+        logits = target.head(last[0, -1])[: target.vocab].float()
+    best, runner_up = logits.topk(2).values.tolist()
+    scale = float(logits.abs().max())
+    chosen = [float(logits[token]) for token in (first, second) if token is not None]
+    near = len(chosen) == 2 and best - min(chosen) < NEAR_TIE * scale
+    return {
+        "position": position,
+        "top2_gap": best - runner_up,
+        "logit_scale": scale,
+        "plain_token": first,
+        "drafted_token": second,
+        "near_tie": near if ready.sampler.greedy else None,
+    }
+
+
+def _faults(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The differences that rounding does not excuse: all in float32, those that are no near-tie in 16 bits."""
+    differences = report["exactness"]["first_differences"]
+    return [d for d in differences if report["setting"]["dtype"] == "float32" or d["near_tie"] is False]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+def show(console: Console, report: dict[str, Any]) -> None:
+    """What the report says, each figure under the name it has in report.json, its meaning beside it."""
+    from rich.markup import escape
+    from rich.rule import Rule
+
+    from paceline.decode import DEFINITIONS
+
+    acceptance, speed, ranges = report["acceptance"], report["speed"], report["intervals"]
+    console.print(Rule("paceline"))
+    console.print(f"[bold]{escape(_headline(report))}[/bold]\n", highlight=False)
+    table = _table("", "value", "95% interval", "what it is")
+    for section, values, meanings in (("acceptance", acceptance, DEFINITIONS), ("speed", speed, SPEED)):
+        table.add_row(f"[bold]{section}[/bold]")
+        for name, meaning in meanings.items():
+            if name == "conditional_acceptance_rate" and values[name] == values["per_position_acceptance_rate"]:
+                continue
+            table.add_row(name, _text(name, values[name]), _range(ranges.get(name)), f"[dim]{escape(meaning)}[/dim]")
+    console.print(table)
+    exact = report["exactness"]
+    table = _table("category", "prompts", "mean_acceptance_length", "speedup")
+    for category, values in report["by_category"].items():
+        cells = (_text(name, values[name]) for name in ("mean_acceptance_length", "speedup"))
+        table.add_row(escape(category), str(values["prompts"]), *cells)
+    console.print(table)
+    _show_exactness(console, report, exact)
+
+
+def _headline(report: dict[str, Any]) -> str:
+    return ""
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+main = entry("evaluate", run)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""`fit(cfg)`: build, prepare, step, log, evaluate, save. Reads as prose; each sentence is a function below or a file beside.
+
+Owns the run: its folder, its order of steps, what is kept. Knows no method: a drafter is whatever `models.build` makes.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from torch import Tensor
+
+from paceline.data.batch import Batch, Loader
+from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
+from paceline.models.drafter import Drafter, Shape, build
+from paceline.models.errors import Refusal
+from paceline.models.target import Target, folder
+from paceline.train import checkpoint
+from paceline.train.record import Record
+from paceline.train.step import Counts, TrainStep
+from paceline.train.yardstick import Yardstick
+
+
+def fit(cfg: Any) -> None:
+    """Train one drafter as `cfg` (a validated TrainConfig) says, and leave its best export in `cfg.out`."""
+    accelerator = Accelerator(
+        cpu=cfg.target.device == "cpu" or not torch.cuda.is_available(), mixed_precision=_precision(cfg)
+    )
+    set_seed(cfg.seed)
+    record = Record(cfg, accelerator)
+    where = folder(cfg.target.name, cfg.target.path)
+    tokenizer = load_tokenizer(where)
+    data = _data(cfg, tokenizer)
+    record.show_data(data, tokenizer)
+
+    target = Target.load(
+        where, cfg.dtype, str(accelerator.device), len(tokenizer), cfg.target.quantize, cfg.target.trust_remote_code
+    )
+    drafter = _drafter(cfg, target, data, tokenizer, record)
+    step = TrainStep(drafter, cfg.train.chunk)
+    optimizer = _optimizer(cfg, drafter)
+    loader = Loader(
+        data.train,
+        cfg.train.batch_tokens,
+        cfg.train.accumulate,
+        accelerator.num_processes,
+        accelerator.process_index,
+        cfg.seed,
+    )
+    total = cfg.train.steps or math.ceil(cfg.train.epochs * loader.steps(0))
+    begun = _resumed(cfg, record, drafter, optimizer, accelerator)
+    drafter.to(accelerator.device).borrow(target)
+    trained, optimizer = accelerator.prepare(step, optimizer)
+    yardstick = Yardstick(cfg, target, tokenizer, data) if accelerator.is_main_process else None
+    record.start(begun, total, drafter, target, data)
+
+    for number, parts in _steps(loader, begun, total):
+        _set_rate(optimizer, _rate(cfg, number, total))
+        news = _update(cfg, accelerator, trained, step, optimizer, target, parts)
+        record.step(number, news, optimizer.param_groups[0]["lr"])
+
+        last = number == total
+        # once in a while: decode held-out prompts with the weights as exported, and keep the best
+        if last or (cfg.eval.every and number % cfg.eval.every == 0):
+            if yardstick is not None:
+                record.measured(number, yardstick.measure(drafter), drafter, target, data)
+            accelerator.wait_for_everyone()
+        # once in a while: save everything an exact resume needs
+        if last or number % cfg.train.save_every == 0:
+            rng = gather_object([torch.get_rng_state()])
+            if accelerator.is_main_process:
+                checkpoint.save(record.checkpoints, number, drafter, _plain(optimizer), rng, record.state(number))
+                checkpoint.prune(record.checkpoints, cfg.train.keep)
+            accelerator.wait_for_everyone()
+    record.finish(total)
+    accelerator.end_training()
+
+
+# ---------------------------------------------------------------- build
+
+
+def _precision(cfg: Any) -> str:
+    if cfg.dtype == "float16" and (cfg.target.device == "cpu" or not torch.cuda.is_available()):
+        raise Refusal("dtype=float16 needs a GPU to train on; nearest: dtype=bfloat16")
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[cfg.dtype]
+
+
+def _data(cfg: Any, tokenizer: Any) -> Dataset:
+    wanted = cfg.data
+    split = wanted.split if wanted.source == "hub" else None
+    return load(
+        tokenizer, wanted.source, wanted.path, split, wanted.max_length, wanted.limit, wanted.strict, wanted.held_out
+    )
+
+
+def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Record) -> Drafter:
+    """Float32 weights as the method starts them; the draft vocabulary from the supervised tokens."""
+    opts, vocab_map = cfg.method, None
+    if opts.draft_vocab and opts.draft_vocab < target.vocab:
+        vocab_map, record.coverage = draft_vocabulary(data.train, opts.draft_vocab, keep=stop_ids(tokenizer))
+    elif opts.draft_vocab:  # a small target needs no smaller vocabulary
+        opts = opts.model_copy(update={"draft_vocab": None})
+    drafter = build(opts, Shape.of(target), vocab_map)
+    drafter.start(target)
+    return drafter
+
+
+def _optimizer(cfg: Any, drafter: Drafter) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        [parameter for parameter in drafter.parameters() if parameter.requires_grad],
+        lr=cfg.train.lr,
+        betas=cfg.train.betas,
+        weight_decay=cfg.train.weight_decay,
+        fused=True,
+    )
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimiser inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _resumed(
+    cfg: Any, record: Record, drafter: Drafter, optimizer: torch.optim.Optimizer, accelerator: Accelerator
+) -> int:
+    """Steps already taken, with weights, moments and generators put back."""
+    place = record.resume_from()
+    if place is None:
+        return 0
+    state = checkpoint.load(place, drafter, optimizer, accelerator.process_index)
+    record.restore(state, place)
+    return state["step"]
+
+
+# ---------------------------------------------------------------- step
+
+
+def _steps(loader: Loader, begun: int, total: int) -> Iterator[tuple[int, list[Batch]]]:
+    """(step from 1, this rank's micro-batches), epoch after epoch, from step `begun` + 1 to `total`."""
+    number, epoch = 0, 0
+    while number < total:
+        steps = loader.steps(epoch)
+        if number + steps > begun:
+            for parts in loader.batches(epoch, start=max(0, begun - number)):
+                begun += 1
+                yield begun, parts
+                if begun == total:
+                    return
+        number, epoch = number + steps, epoch + 1
+
+
+def _update(
+    cfg: Any,
+    accelerator: Accelerator,
+    trained: torch.nn.Module,
+    step: TrainStep,
+    optimizer: Any,
+    target: Target,
+    parts: list[Batch],
+) -> dict[str, Any]:
+    """One optimiser step: gradients of all parts, divided once by the counts of all parts of all processes."""
+    parts = [part.to(accelerator.device) for part in parts]
+    drafter = step.drafter
+    teacher = target.head.rows(drafter.vocab_map)
+    counts = [step.counts(part) for part in parts]
+    whole: Counts = Counts(
+        *(
+            accelerator.reduce(torch.stack(c).sum(0), "sum")
+            for c in ([x.learnt for x in counts], [x.asked for x in counts])
+        )
+    )
+    weight = torch.tensor([drafter.options.decay**k for k in range(step.depths)], device=accelerator.device)
+    # DDP averages over processes what has to be summed
+    scale = weight / whole.learnt.clamp(min=1) * accelerator.num_processes
+    loss = torch.zeros(step.depths, device=accelerator.device)
+    right = torch.zeros(step.depths, dtype=torch.long, device=accelerator.device)
+    for index, part in enumerate(parts):
+        hidden, last = target(part.ids, drafter.taps, documents=part.document, positions=part.positions)
+        with accelerator.no_sync(trained) if index + 1 < len(parts) else nullcontext():
+            sums = trained(part, hidden, last, teacher)
+            accelerator.backward((sums.loss * scale).sum())
+        loss, right = loss + sums.loss.detach(), right + sums.right
+    norm = accelerator.clip_grad_norm_(drafter.parameters(), cfg.train.clip)
+    finite = bool(torch.isfinite(norm))
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    tokens = accelerator.reduce(torch.tensor(sum(part.tokens for part in parts), device=accelerator.device), "sum")
+    return {
+        "loss": _ratio(accelerator.reduce(loss, "sum"), whole.learnt),
+        "accuracy": _ratio(accelerator.reduce(right, "sum"), whole.asked),
+        "tokens": int(tokens),
+        "supervised": int(whole.asked[0]),
+        "grad_norm": float(norm),
+        "skipped": not finite,
+    }
+
+
+def _ratio(total: Tensor, count: Tensor) -> list[float | None]:
+    return [float(t) / int(c) if c else None for t, c in zip(total.tolist(), count.tolist(), strict=True)]
+
+
+def _rate(cfg: Any, number: int, total: int) -> float:
+    """Learning rate of optimiser step `number` (from 1): a function of the step alone, whatever the number of processes."""
+    warmup = max(1, round(cfg.train.warmup * total))
+    if number <= warmup:
+        return cfg.train.lr * number / warmup
+    done = (number - warmup) / max(1, total - warmup)
+    if cfg.train.schedule == "cosine":
+        return cfg.train.lr * 0.5 * (1 + math.cos(math.pi * done))
+    return cfg.train.lr * (1 - done if cfg.train.schedule == "linear" else 1)
+
+
+def _set_rate(optimizer: Any, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

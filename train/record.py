@@ -1,0 +1,332 @@
+"""The record of a run: its folder, what it shows, what it writes down, its best export. Only rank 0 writes.
+
+    out/  config.yaml  metrics.jsonl  checkpoints/  export/  curve.png
+
+Knows numbers and files. Does not know how a step is computed.
+"""
+
+import json
+import math
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from paceline.data.conversations import Dataset, coloured, supervision
+from paceline.models.drafter import Drafter
+from paceline.models.errors import Refusal
+from paceline.models.export import save_export
+from paceline.models.target import Target
+from paceline.train import checkpoint
+from paceline.train.yardstick import Measurement
+
+# What may differ between a run and its resumption without making it another run.
+FREE = {"out", "resume", "tracker.name", "tracker.mode", "train.save_every", "train.keep", "train.log_every"}
+
+
+class Record:
+    """Everything a run leaves behind. `coverage`: share of the supervised tokens that the draft vocabulary holds."""
+
+    def __init__(self, cfg: Any, accelerator: Accelerator):
+        self.cfg = cfg
+        self.main = accelerator.is_main_process
+        self.world = accelerator.num_processes
+        self.console = Console(quiet=not self.main)
+        self.coverage: float | None = None
+        self.best = -math.inf
+        self.best_step = 0
+        self.tokens = 0
+        self.skipped = 0
+        told: list[Any] = [None]
+        if self.main:
+            told = [self._opened()]
+        broadcast_object_list(told)
+        if isinstance(told[0], Refusal):
+            raise told[0]
+        self.out = Path(told[0])
+        self.checkpoints = self.out / "checkpoints"
+        self._tracker: Any = None
+        self._bar: Progress | None = None
+        self._pending: list[dict[str, Any]] = []
+
+    # -- the folder
+
+    def _opened(self) -> str | Refusal:
+        """Make the folder of the run, or say why not: one process decides, the others are told."""
+        cfg = self.cfg
+        if cfg.out is None:
+            if cfg.resume is True:
+                return Refusal("resume=true goes on with the run in out: give out=FOLDER")
+            stem = Path("outputs") / f"{cfg.method.name}-{datetime.now():%Y%m%d-%H%M%S}"
+            for trial in range(1000):
+                out = stem if not trial else stem.with_name(f"{stem.name}-{trial}")
+                try:
+                    out.mkdir(parents=True)
+                    break
+                except FileExistsError:  # a run of the same second
+                    continue
+        else:
+            out = Path(cfg.out)
+            if (out / "config.yaml").exists():
+                if not cfg.resume:
+                    return Refusal(f"out={out} holds a run already: resume=true goes on with it, or give another out")
+                different = _first_difference(yaml.safe_load((out / "config.yaml").read_text()), cfg.plain())
+                if different:
+                    return Refusal(
+                        f"{different} is not what the run in out={out} was started with: start afresh in another out"
+                    )
+            out.mkdir(parents=True, exist_ok=True)
+        (out / "config.yaml").write_text(cfg.yaml())
+        return str(out.absolute())
+
+    def resume_from(self) -> Path | None:
+        """The checkpoint to go on from; None to start afresh (said, where a resumption was asked for)."""
+        if isinstance(self.cfg.resume, str):
+            return Path(self.cfg.resume)
+        if not self.cfg.resume:
+            return None
+        place = checkpoint.newest(self.checkpoints)
+        if place is None:
+            self.console.print(f"resume=true: no checkpoint in {self.checkpoints}, starting afresh")
+        return place
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {
+            "world": self.world,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "best": None if self.best == -math.inf else self.best,
+            "best_step": self.best_step,
+        }
+
+    def restore(self, state: dict[str, Any], place: Path) -> None:
+        self.tokens, self.skipped, self.best_step = state["tokens"], state["skipped"], state["best_step"]
+        self.best = -math.inf if state["best"] is None else state["best"]
+        self.console.print(f"resumed from {place}: step {state['step']}, {self.tokens} tokens seen")
+        file = self.out / "metrics.jsonl"
+        if self.main and file.exists():  # what was logged after the checkpoint happens again
+            kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= state["step"]]
+            file.write_text("".join(line + "\n" for line in kept))
+
+    # -- what is shown and written down
+
+    def show_data(self, data: Dataset, tokenizer: Any) -> None:
+        """How much is supervised, what was left out, and one example with its mask in colour."""
+        show = self.console.print
+        show(
+            f"[bold]data[/]: {len(data.train)} documents to train on, {len(data.held_out)} held out; {supervision(data.train)}"
+        )
+        for report in (data.skipped, data.unsupervised):
+            if len(report):
+                show(f"  {report}", highlight=False)
+        show("one example, what the drafter learns to predict is marked:", style="dim")
+        show(coloured(data.train[0], tokenizer))
+
+    def start(self, begun: int, total: int, drafter: Drafter, target: Target, data: Dataset) -> None:
+        size = sum(parameter.numel() for parameter in drafter.parameters()) / 1e6
+        covered = (
+            ""
+            if self.coverage is None
+            else f", draft vocabulary {len(drafter.vocab_map)} ({self.coverage:.1%} of supervised tokens)"
+        )
+        self.console.print(
+            f"[bold]{drafter.options.name}[/]: {size:.1f} M parameters trained for {target.source}{covered}; "
+            f"{total - begun} steps of {self.cfg.train.batch_tokens} tokens into {self.out}"
+        )
+        self.total = total
+        self._clock, self._seen = time.monotonic(), self.tokens
+        if self.main and self.cfg.tracker.name == "wandb":
+            self._tracker = _wandb(self.cfg, self.out)
+        if self.console.is_terminal and self.main:
+            fields = "{task.fields[note]}"
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn(fields),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("", total=total, completed=begun, note="")
+            self._bar.start()
+
+    def step(self, number: int, news: dict[str, Any], rate: float) -> None:
+        """Take note of an optimiser step."""
+        self.tokens += news["tokens"]
+        self.skipped += news["skipped"]
+        self._consecutive = self._consecutive + 1 if news["skipped"] else 0
+        if self._consecutive >= 5:
+            raise Refusal(
+                f"train.lr={self.cfg.train.lr}: the gradients of five steps in a row were not finite (step {number})"
+            )
+        if not self.main:
+            return
+        self._pending.append(news)
+        every = self.cfg.train.log_every
+        if number % every and number != self.total and number != 1:
+            return
+        now = time.monotonic()
+        speed = (self.tokens - self._seen) / max(now - self._clock, 1e-9)
+        self._clock, self._seen = now, self.tokens
+        line = {
+            "step": number,
+            "loss": _mean([n["loss"] for n in self._pending]),
+            "accuracy": _mean([n["accuracy"] for n in self._pending]),
+            "lr": rate,
+            "grad_norm": news["grad_norm"],
+            "tokens": self.tokens,
+            "tokens_per_second": speed,
+            "skipped": self.skipped,
+        }
+        self._pending.clear()
+        self._write(line)
+        note = f"loss {_short(line['loss'], 2)}  accuracy {_short(line['accuracy'], 3)}  {speed:.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=number, note=note)
+        elif number == 1 or number == self.total or number % (every * 10) == 0:
+            self.console.print(f"step {number}/{self.total}  {note}", highlight=False)
+
+    _consecutive = 0
+
+    def measured(self, number: int, found: Measurement, drafter: Drafter, target: Target, data: Dataset) -> None:
+        """Take note of a decode of the held-out prompts; the best drafter so far becomes the export."""
+        length = found.acceptance.mean_acceptance_length or 0.0
+        better = length > self.best
+        self._write({"step": number, "mean_acceptance_length": length, "held_out_accuracy": found.accuracy})
+        self.console.print(
+            f"step {number}: mean acceptance length [bold]{length:.3f}[/] on held-out prompts "
+            f"(accuracy {_short(found.accuracy, 3)}){' - best so far, exported' if better else ''}",
+            highlight=False,
+        )
+        if better:
+            self.best, self.best_step = length, number
+            self._export(number, found, drafter, target, data)
+        self._clock, self._seen = time.monotonic(), self.tokens  # decoding is no training time
+
+    def _export(self, number: int, found: Measurement, drafter: Drafter, target: Target, data: Dataset) -> None:
+        cfg = self.cfg
+        save_export(
+            drafter,
+            self.out / "export",
+            cfg.export.dtype,
+            {
+                "name": cfg.target.name,
+                "path": cfg.target.path,
+                "fingerprint": target.fingerprint,
+                "template_sha256": data.provenance["template_sha256"],
+            },
+            tree={"paths": found.paths, "nodes": cfg.decode.nodes},
+            vocabulary_coverage=self.coverage,
+            provenance={
+                "step": number,
+                "tokens": self.tokens,
+                "data": data.provenance,
+                "train": cfg.train.plain(),
+                "seed": cfg.seed,
+            },
+            acceptance=found.acceptance.as_dict(),
+        )
+
+    def finish(self, total: int) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if not self.main:
+            return
+        picture = draw(self.out)
+        if self._tracker is not None:
+            self._tracker.finish()
+        self.console.print(
+            f"done: best mean acceptance length {self.best:.3f} at step {self.best_step}; export in {self.out / 'export'}"
+            + (f", curve in {picture}" if picture else ""),
+            highlight=False,
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with (self.out / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self._tracker is not None:
+            flat = {
+                f"{k}/{i}" if isinstance(v, list) else k: x
+                for k, v in line.items()
+                for i, x in enumerate(v if isinstance(v, list) else [v])
+            }
+            self._tracker.log({k: v for k, v in flat.items() if k != "step"}, step=line["step"])
+
+
+def draw(out: Path) -> Path | None:
+    """curve.png: loss, accuracy per depth and decoded acceptance length over tokens. None where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    decoded = [line for line in lines if "mean_acceptance_length" in line]
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    for k in range(len(steps[0]["loss"]) if steps else 0):
+        left.plot([s["step"] for s in steps], [s["loss"][k] for s in steps], label=f"depth {k + 1}")
+        middle.plot([s["step"] for s in steps], [s["accuracy"][k] for s in steps], label=f"depth {k + 1}")
+    right.plot([d["step"] for d in decoded], [d["mean_acceptance_length"] for d in decoded], marker="o", color="black")
+    for axes, title in (
+        (left, "loss (nats a token)"),
+        (middle, "top-1 accuracy on training text"),
+        (right, "mean acceptance length, decoded"),
+    ):
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("optimiser step")
+        axes.grid(alpha=0.3)
+    if steps:
+        left.legend(fontsize=8)
+    path = out / "curve.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _wandb(cfg: Any, out: Path) -> Any:
+    """A wandb run in the run's folder; the same run again after a resumption."""
+    try:
+        import wandb
+    except ImportError:
+        raise Refusal("tracker=wandb needs wandb: pip install wandb, or tracker=none") from None
+    file = out / "wandb-run-id"
+    run = wandb.init(
+        project=cfg.tracker.project,
+        mode=cfg.tracker.mode,
+        dir=out,
+        config=cfg.plain(),
+        id=file.read_text() if file.exists() else None,
+        resume="allow",
+    )
+    file.write_text(run.id)
+    return run
+
+
+def _first_difference(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> str | None:
+    for key in now:
+        name = prefix + key
+        if name in FREE:
+            continue
+        if isinstance(now[key], dict) and isinstance(before.get(key), dict):
+            found = _first_difference(before[key], now[key], name + ".")
+            if found:
+                return found
+        elif before.get(key) != now[key]:
+            return f"{name}={now[key]} (it was {before.get(key)})"
+    return None
+
+
+def _mean(rows: list[list[float | None]]) -> list[float | None]:
+    columns = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
+    return [sum(column) / len(column) if column else None for column in columns]
+
+
+def _short(values: Any, digits: int) -> str:
+    return " ".join("-" if value is None else f"{value:.{digits}f}" for value in values)

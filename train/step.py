@@ -1,0 +1,155 @@
+"""The teacher-forced unroll: what `accelerator.prepare` wraps. One chain per position, all positions at once.
+
+Holds the drafter; a frozen target is never its submodule. Knows no optimiser, schedule or process group.
+
+    Legend: B rows, T sequence, K depths trained, H hidden, D draft vocabulary, R supervised rows of a chunk.
+
+    position       t        t+1      t+2+k
+    depth k reads  feature  token at t+1+k (the true text), predicts the token at t+2+k
+    the loss looks where the PREDICTED token is supervised and stands in the document of t
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.data.batch import Batch
+from paceline.models.drafter import Context, Drafter
+from paceline.train.objective import NEEDS_TEACHER, mixed
+
+Teacher = Callable[
+    [Tensor], Tensor
+]  # [R, H] post-norm states of the target -> its logits [R, D] over the draft vocabulary
+
+
+@dataclass
+class Sums:
+    """Over one batch, per depth [K]: loss summed, predictions that were right. Differentiable in `loss` only."""
+
+    loss: Tensor
+    right: Tensor
+
+
+@dataclass
+class Counts:
+    """Over one batch, per depth [K] int64: rows the loss looks at, and rows an accuracy is taken over.
+
+    A token outside the draft vocabulary can be neither drafted nor learnt: it is no loss row, but it is a miss in every accuracy.
+    """
+
+    learnt: Tensor
+    asked: Tensor
+
+
+class TrainStep(nn.Module):
+    """Unrolls a drafter over a packed batch and sums its loss."""
+
+    def __init__(self, drafter: Drafter, chunk: int = 512):
+        """chunk: supervised positions whose logits exist at once."""
+        super().__init__()
+        self.drafter, self.chunk = drafter, chunk
+        self.objective = drafter.options.objective
+        self.depths = drafter.unroll
+
+    def counts(self, batch: Batch) -> Counts:
+        """What the sums of this batch have to be divided by, before any forward."""
+        labels, covered = draft_labels(self.drafter, batch.ids)
+        asked = torch.stack([predicted(batch, k) for k in range(self.depths)])  # [K, B, T]
+        return Counts((asked & covered).flatten(1).sum(1), asked.flatten(1).sum(1))
+
+    def forward(self, batch: Batch, hidden: Tensor, last: Tensor, teacher: Teacher) -> Sums:
+        """hidden [B, T, taps * H] and last [B, T, H] come from the target and carry no gradient."""
+        states = unrolled(self.drafter, batch, hidden, self.depths)
+        labels, covered = draft_labels(self.drafter, batch.ids)
+        there = torch.stack(
+            [predicted(batch, k) & covered for k in range(self.depths)]
+        )  # [K, B, T], at the predicted token
+        rows = there.any(0).flatten().nonzero()[:, 0]  # flat indices of the predicted tokens
+        flat = [state.flatten(0, 1) for state in states]
+        parts = rows.split(self.chunk) if len(rows) else (rows,)
+        sums = Sums(
+            flat[0].new_zeros(self.depths, dtype=torch.float32), torch.zeros_like(there[:, 0, 0], dtype=torch.long)
+        )
+        for part in parts:
+            arguments = (part, flat, labels.flatten(), there.flatten(1), last.flatten(0, 1), teacher)
+            # one chunk needs no second forward; of several, only one may hold its logits
+            whole = len(parts) == 1 or not torch.is_grad_enabled()
+            loss, right = self._chunk(*arguments) if whole else checkpoint(self._chunk, *arguments, use_reentrant=False)
+            sums = Sums(sums.loss + loss, sums.right + right)
+        return sums
+
+    def _chunk(
+        self, rows: Tensor, states: list[Tensor], labels: Tensor, there: Tensor, last: Tensor, teacher: Teacher
+    ) -> tuple[Tensor, Tensor]:
+        """rows [R]: flat indices of predicted tokens -> loss [K] and right [K] of this chunk; the teacher is asked once."""
+        target = None
+        if NEEDS_TEACHER & self.objective.keys():
+            with torch.no_grad():  # the target at t+1+k has the distribution of the token at t+2+k
+                target = teacher(last[rows - 1]).float().log_softmax(-1)
+        losses, rights = [], []
+        for k, state in enumerate(states):
+            logits = self.drafter.head(state[(rows - 2 - k).clamp(min=0)], k)
+            mask = there[k][rows]
+            losses.append((mixed(self.objective, logits, labels[rows], target) * mask).sum())
+            rights.append(((logits.argmax(-1) == labels[rows]) & mask).sum())
+        return torch.stack(losses), torch.stack(rights)
+
+
+def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int) -> list[Tensor]:
+    """The states [B, T, H] of depths 0..K-1, every position a chain of its own fed with the true text."""
+    ctx = Context(batch.positions, torch.full_like(batch.ids[:, 0], batch.ids.shape[1]))
+    feature = drafter.read(hidden)
+    states = []
+    for k in range(depths):
+        # [x0 x1 x2 x3] -> k=0: [x1 x2 x3 x0], k=1: [x2 x3 x0 x1]; what wraps around predicts nothing that is supervised
+        feature, state = drafter.step(feature, batch.ids.roll(-1 - k, 1), k, ctx)
+        states.append(state)
+    return states
+
+
+def predicted(batch: Batch, depth: int) -> Tensor:
+    """[B, T] bool, at the predicted token: supervised, and t = index - 2 - depth lies in the same document."""
+    reach = 2 + depth
+    same = batch.document == batch.document.roll(reach, 1)
+    same[:, :reach] = False
+    return batch.supervised & same & (batch.document >= 0)
+
+
+def draft_labels(drafter: Drafter, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Target ids of any shape -> their draft ids (0 where there is none), and whether there is one."""
+    if drafter.vocab_map is None:
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    place = torch.searchsorted(drafter.vocab_map, ids).clamp(max=len(drafter.vocab_map) - 1)
+    covered = drafter.vocab_map[place] == ids
+    return place * covered, covered
+
+
+@torch.no_grad()
+def ranks(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int, chunk: int = 512) -> Tensor:
+    """Rank of the true token at each depth, for every position whose successor the target wrote.
+
+    Returns [P, K] int64, positions in row-major order of t: 0 where the likeliest draft token is the text's; the draft
+    vocabulary's size where the token cannot be drafted or stands behind the document's end. The chain of greedy drafts from t is accepted
+    as far as the row's leading zeros go, when the text is what the target writes greedily.
+    """
+    labels, covered = draft_labels(drafter, batch.ids)
+    root = predicted(batch, -1).flatten().nonzero()[:, 0]  # flat index of x[t+1], the token the target chose at t
+    states = unrolled(drafter, batch, hidden, depths)
+    out = []
+    for k, state in enumerate(states):
+        there = (predicted(batch, k) & covered).flatten()
+        goal = (root + 1 + k).clamp(max=there.numel() - 1)
+        column = []
+        for part, token in zip((root - 1).split(chunk), goal.split(chunk), strict=True):
+            logits = drafter.head(state.flatten(0, 1)[part], k).float()
+            score = logits.gather(1, labels.flatten()[token][:, None])
+            # ties go to the lower draft id, as topk and argmax have it here
+            earlier = torch.arange(logits.shape[1], device=logits.device) < labels.flatten()[token][:, None]
+            rank = ((logits > score) | ((logits == score) & earlier)).sum(1)
+            column.append(torch.where(there[token], rank, logits.shape[1]))
+        end = torch.cat(column) if column else root
+        out.append(torch.where(root + 1 + k < there.numel(), end, labels.new_tensor(1 << 30)))
+    return torch.stack(out, 1)

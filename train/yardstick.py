@@ -1,0 +1,78 @@
+"""What a drafter under training is worth: the real decoder on held-out prompts, with the weights as they would be exported.
+
+Knows prompts, the target's own greedy answers to them and the decoder. Does not know how a drafter is trained or kept.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.data.batch import pack
+from paceline.data.conversations import Dataset, Example, opening, prompt_ids, stop_ids
+from paceline.data.prompts import prompts as bundled_prompts
+from paceline.decode import VERIFIERS, AcceptanceReport, Decoder, Sampler, best_static, shape_of
+from paceline.models.drafter import Drafter, build
+from paceline.models.target import DTYPES, Target
+from paceline.train.step import ranks
+
+LARGEST_TREE = 64  # nodes of the static tree that is kept; smaller ones are its beginning
+
+
+@dataclass
+class Measurement:
+    """acceptance: of the decoded prompts. accuracy: per depth, top-1 on the target's own greedy text. paths: the static tree."""
+
+    acceptance: AcceptanceReport
+    accuracy: list[float]
+    paths: list[list[int]]
+
+
+class Yardstick:
+    """Held-out prompts and what the target answers them greedily, computed once."""
+
+    def __init__(self, cfg: Any, target: Target, tokenizer: Any, data: Dataset):
+        self.cfg, self.target = cfg, target
+        self.eos = stop_ids(tokenizer)
+        chats = [opening(chat) for chat in data.held_out_conversations] or [
+            p.messages for p in bundled_prompts("bench")
+        ]
+        self.prompts = [prompt_ids(tokenizer, chat) for chat in chats[: cfg.eval.held_out_prompts]]
+        answers = Decoder(target).generate(self.prompts, cfg.eval.max_new_tokens, eos=self.eos).tokens
+        self.batch = pack([_written(*pair) for pair in zip(self.prompts, answers, strict=True)]).to(target.device)
+        self._hidden: dict[tuple[int, ...], Tensor] = {}
+
+    def measure(self, drafter: Drafter) -> Measurement:
+        """Decode the held-out prompts; the static tree is grown anew from where this drafter is right."""
+        exported = as_exported(drafter, self.target, self.cfg.export.dtype)
+        decode = self.cfg.decode
+        depth = decode.depth or exported.max_depth or exported.unroll
+        there = ranks(exported, self.batch, self._read(exported.taps), depth)
+        paths = best_static(there, LARGEST_TREE, depth).paths
+        shape = shape_of(decode.tree, decode.nodes, decode.depth, decode.width, exported, paths)
+        sampler = Sampler(decode.temperature, decode.top_k, decode.top_p, decode.seed)
+        generation = Decoder(self.target, exported, shape, VERIFIERS[decode.verify]).generate(
+            self.prompts, self.cfg.eval.max_new_tokens, sampler=sampler, eos=self.eos
+        )
+        accuracy = (there == 0).float().mean(0).tolist()
+        return Measurement(generation.report, accuracy, [list(path) for path in paths])
+
+    def _read(self, taps: tuple[int, ...]) -> Tensor:
+        if taps not in self._hidden:
+            batch = self.batch
+            self._hidden[taps] = self.target(batch.ids, taps, documents=batch.document, positions=batch.positions)[0]
+        return self._hidden[taps]
+
+
+def as_exported(drafter: Drafter, target: Target, dtype: str) -> Drafter:
+    """A copy with the weights cast as an export casts them."""
+    copy = build(drafter.options, drafter.shape, drafter.vocab_map).to(target.device, DTYPES[dtype])
+    copy.load_state_dict(drafter.state_dict())
+    copy.eval().requires_grad_(False).borrow(target)
+    return copy
+
+
+def _written(prompt: list[int], answer: list[int]) -> Example:
+    supervised = torch.tensor([False] * len(prompt) + [True] * len(answer))
+    return Example(torch.tensor(prompt + answer), supervised)
