@@ -58,10 +58,9 @@ class Sampler:
     def pick(self, probs: Tensor, places: Sequence[Place], draw: int = 0) -> list[int]:
         """[R, V] distributions, not necessarily normalised -> a token each, by the inverse of the cumulative sum."""
         total = probs.double().cumsum(-1)
-        noise = torch.tensor(
-            [[self.uniform(place, draw)] for place in places], dtype=torch.float64, device=probs.device
-        )
-        chosen = torch.searchsorted(total, noise * total[:, -1:], right=True)[:, 0]
+        noise = [self.uniform(place, draw) for place in places]
+        level = torch.tensor(noise, dtype=torch.float64, device=probs.device)[:, None] * total[:, -1:]
+        chosen = torch.searchsorted(total, level, right=True)[:, 0]
         return torch.minimum(chosen, _last_possible(probs)).tolist()
 
     def accepts(self, chance: float, place: Place, draw: int) -> bool:
@@ -151,41 +150,47 @@ def reject(tree: DraftTree, logits: Tensor, sampler: Sampler, places: Sequence[P
     bonus token.
     """
     children = _children(tree)
-    paths: list[list[int]] = []
-    bonus: list[int] = []
-    for row, (key, position) in enumerate(places):
-        path = [0]
-        while True:
-            node, place = path[-1], (key, position + len(path) - 1)
-            p = sampler.probs(logits[row, node])
-            q = None if tree.q is None else tree.q[row, node].to(p.dtype).clone()
-            taken = None
-            for draw, (child, token) in enumerate(children[row].get(node, ()), start=1):
-                chance = float(p[token] if q is None else p[token] / q[token].clamp(min=torch.finfo(q.dtype).tiny))
-                if sampler.accepts(min(1.0, chance), place, draw):
-                    taken = child
-                    break
-                p = _residual(p, q, token)
-                if q is not None:
-                    q[token] = 0.0
-                    q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)
-            if taken is None:
-                bonus.append(sampler.pick(p[None], [place])[0])
-                paths.append(path)
-                break
-            path.append(taken)
+    paths: list[list[int]] = [[0] for _ in places]
+    bonus = [0] * len(places)
+    live = list(range(len(places)))
+    while live:
+        nodes = [paths[row][-1] for row in live]
+        here = [(places[row][0], places[row][1] + len(paths[row]) - 1) for row in live]
+        left = sampler.probs(logits[live, nodes])  # [R, V], what is left of p
+        q = None if tree.q is None else tree.q[live, nodes].to(left.dtype)
+        siblings = [children[row].get(node, []) for row, node in zip(live, nodes, strict=True)]
+        stays: dict[int, int] = {}  # index into live -> the child that stays
+        for draw in range(max(map(len, siblings))):
+            asked = [i for i, family in enumerate(siblings) if draw < len(family) and i not in stays]
+            tokens = [siblings[i][draw][1] for i in asked]
+            chances = left[asked, tokens] if q is None else left[asked, tokens] / q[asked, tokens]
+            for i, chance in zip(asked, chances.clamp(max=1.0).tolist(), strict=True):
+                if sampler.accepts(chance, here[i], 1 + draw):
+                    stays[i] = siblings[i][draw][0]
+            gone = [i for i in asked if i not in stays]
+            tokens = [siblings[i][draw][1] for i in gone]
+            left[gone] = _residual(left[gone], None if q is None else q[gone], tokens)
+            if q is not None:
+                q[gone, tokens] = 0.0
+                q[gone] /= q[gone].sum(-1, keepdim=True)
+        for i, child in stays.items():
+            paths[live[i]].append(child)
+        ends = [i for i in range(len(live)) if i not in stays]
+        for i, token in zip(ends, sampler.pick(left[ends], [here[i] for i in ends]), strict=True):
+            bonus[live[i]] = token
+        live = [live[i] for i in sorted(stays)]
     return Verdict(paths, bonus)
 
 
-def _residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:
-    """What is left of p [V] after `token`, drawn from q (or chosen outright), was turned down. A new tensor."""
+def _residual(p: Tensor, q: Tensor | None, tokens: list[int]) -> Tensor:
+    """What is left of p [R, V] after `tokens`, drawn from q (or chosen outright), were turned down. A new tensor."""
     if q is None:
         left = p.clone()
-        left[token] = 0.0
+        left[range(len(tokens)), tokens] = 0.0
     else:
         left = (p - q).clamp(min=0.0)
-    total = left.sum()
-    return left / total if total > 0 else p
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, p)
 
 
 def typical(

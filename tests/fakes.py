@@ -139,7 +139,7 @@ class Dictated(Drafter):
 
 
 def counts(scripted: Sequence[int], first: int, wrong: int = VOCAB // 2) -> Callable[[int], int]:
-    """The `rank` that makes a chain of four, rooted at position `first`, accept these counts, then none."""
+    """The `rank` that makes a chain of four, rooted at text position `first`, accept these counts."""
     misses, root = set(), first
     for accepted in scripted:
         misses.add(root + accepted + 1)  # four right ones need no miss: the bonus stands there
