@@ -158,6 +158,12 @@ class Decode(Section):
     exact: bool
 
 
+def exact_in(dtype: str, decode: Decode) -> None:
+    """Raises Refusal where decode.exact asks for what there is not: in float32 greedy output is exact as it is."""
+    if decode.exact and dtype != "float32":
+        raise Refusal(f"decode.exact: not available with dtype={dtype} yet; nearest: dtype=float32, which is exact")
+
+
 class Eval(Section):
     prompts: str
     max_new_tokens: Positive
@@ -228,6 +234,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _agree(self) -> "TrainConfig":
         name, limit, vocab = self.method.name, self.method.depth_limit(), self.method.draft_vocab
+        exact_in(self.dtype, self.decode)
         if not self.method.trained():
             raise Refusal(f"method: {name} has nothing to train; use it as drafter={name} in scripts/evaluate.py")
         if self.target.name == "export":
@@ -260,6 +267,11 @@ class _Drafted(Section):
             return data | {"target": data["target"] | {"name": "smollm2"}}
         return data
 
+    @model_validator(mode="after")
+    def _exact(self) -> "_Drafted":
+        exact_in(self.dtype, self.decode)
+        return self
+
     @field_validator("drafter", mode="wrap")
     @classmethod
     def _word_or_export(cls, drafter: Any, place: Any, info: ValidationInfo) -> str:
@@ -284,7 +296,7 @@ class GenerateConfig(_Drafted):
     prompt: str | None
     system: str | None
     max_new_tokens: Positive
-    stop: list[str]
+    stop: list[Annotated[str, Field(min_length=1)]]
     ngram: Any
 
     _options = field_validator("ngram", mode="before")(method_options)

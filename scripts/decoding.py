@@ -1,4 +1,4 @@
-"""What every script that decodes begins with: the target, drafter, tree and sampler that a checked configuration asks for.
+"""What every script that decodes begins with: the target, drafter, tree and sampler that a checked config asks for.
 
 What drafter.json alone gives away is refused before the target loads. Does not know prompts, reports or screens.
 """
@@ -16,14 +16,12 @@ from typing import Any
 import torch
 
 from paceline.data.conversations import load_tokenizer, stop_ids
-from paceline.decode import Decoder, DynamicShape, Sampler, reject, shape_of, typical, walk
+from paceline.decode import VERIFIERS, Decoder, DynamicShape, Sampler, shape_of
 from paceline.models.drafter import Shape, build, options
 from paceline.models.errors import Refusal
 from paceline.models.export import describe, load_export
 from paceline.models.target import Target, folder
 from paceline.scripts.terminal import device_of
-
-VERIFIERS = {"walk": walk, "reject": reject, "typical": typical}
 
 
 @dataclass
@@ -100,7 +98,7 @@ def _target_of(cfg: Any, about: dict[str, Any]) -> tuple[str, str | None]:
         embedded = ("smollm2", "tiny")
         if cfg.target.name in embedded and theirs["name"] in embedded and cfg.target.name != theirs["name"]:
             raise Refusal(
-                f"target: {cfg.target.name} is not what drafter={cfg.drafter} was trained for; nearest: {theirs['name']}"
+                f"target: drafter={cfg.drafter} was not trained for {cfg.target.name}; nearest: {theirs['name']}"
             )
         return cfg.target.name, cfg.target.path
     if theirs["path"] and os.path.isabs(theirs["path"]) and not os.path.isdir(theirs["path"]):

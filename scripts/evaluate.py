@@ -1,4 +1,4 @@
-"""What a drafter is worth, in the decoder: acceptance, speed against plain decoding, and whether the output is the target's.
+"""What a drafter is worth, in the decoder: acceptance, speed against plain decoding, and whether the output is exact.
 
     python scripts/evaluate.py drafter=outputs/demo/export eval.prompts=demo
 
@@ -52,10 +52,9 @@ def run(cfg: Any) -> None:
     ids = [prompt_ids(ready.tokenizer, prompt.messages) for prompt in asked]
     ways = _ways(cfg, ready)
     console = Console()
-    console.print(
-        f"{len(ids)} prompts, at most {cfg.eval.max_new_tokens} tokens each, decoded {len(ways)} times: {', '.join(ways)}",
-        highlight=False,
-    )
+    if not console.is_terminal:
+        console.width = 120  # a log has room
+    console.print(f"{len(ids)} prompts, at most {cfg.eval.max_new_tokens} new tokens each: {', '.join(ways)}")
     with progress("prompts", len(ids)) as bar:
         batches = []
         for batch in measured(ways, ids, cfg.eval.batch):
@@ -83,7 +82,7 @@ def run(cfg: Any) -> None:
 
 
 def _folder(cfg: Any) -> Path:
-    """`out`, or the run's folder RUN of an export RUN/export, or the export's own, or outputs/ngram and outputs/none."""
+    """`out`, or RUN of an export RUN/export, or the export itself, or outputs/ngram and outputs/none."""
     if cfg.out or cfg.drafter in ("none", "ngram"):
         return Path(cfg.out or f"outputs/{cfg.drafter}")
     export = Path(cfg.drafter)
@@ -147,7 +146,7 @@ def measured(ways: dict[str, Way], ids: list[list[int]], size: int) -> Iterator[
         for turn in range(len(names)):
             name = names[(number + turn) % len(names)]
             start = time.perf_counter()
-            batch.out[name] = ways[name](rows, [ids[row] for row in rows])  # tokens are lists: a GPU has been waited for
+            batch.out[name] = ways[name](rows, [ids[row] for row in rows])  # lists: a GPU has been waited for
             batch.seconds[name] = time.perf_counter() - start
         batch.alone = (
             batch.out[PLAIN].tokens if size == 1 else [ways[PLAIN]([row], [ids[row]]).tokens[0] for row in rows]
@@ -328,44 +327,98 @@ def _faults(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(console: Console, report: dict[str, Any]) -> None:
-    """What the report says, each figure under the name it has in report.json, its meaning beside it."""
-    from rich.markup import escape
+    """What the report says: each figure under its name in report.json, with its meaning."""
     from rich.rule import Rule
+    from rich.table import Table
+    from rich.text import Text
 
     from paceline.decode import DEFINITIONS
 
-    acceptance, speed, ranges = report["acceptance"], report["speed"], report["intervals"]
-    console.print(Rule("paceline"))
-    console.print(f"[bold]{escape(_headline(report))}[/bold]\n", highlight=False)
-    table = _table("", "value", "95% interval", "what it is")
-    for section, values, meanings in (("acceptance", acceptance, DEFINITIONS), ("speed", speed, SPEED)):
-        table.add_row(f"[bold]{section}[/bold]")
+    console.print(Rule())
+    facts = Table.grid(padding=(0, 2))
+    for name, fact in _facts(report).items():
+        facts.add_row(Text(name, style="bold"), Text(fact))
+    console.print(facts)
+    table = _table("", "", "95% interval")
+    for section, meanings in (("acceptance", DEFINITIONS), ("speed", SPEED)):
+        table.add_row(Text(section, style="bold"))
         for name, meaning in meanings.items():
-            if name == "conditional_acceptance_rate" and values[name] == values["per_position_acceptance_rate"]:
-                continue
-            table.add_row(name, _text(name, values[name]), _range(ranges.get(name)), f"[dim]{escape(meaning)}[/dim]")
+            spread = report["intervals"].get(name)
+            table.add_row(
+                Text.assemble(name, "\n", (meaning, "dim")),
+                _number(name, report[section][name]),
+                "" if spread is None else "{:.2f} to {:.2f}".format(*spread),
+            )
+        table.add_section()
     console.print(table)
-    exact = report["exactness"]
-    table = _table("category", "prompts", "mean_acceptance_length", "speedup")
+    columns = ("mean_acceptance_length", "tokens_per_second", "speedup")
+    table = _table("by category", "prompts", *columns)
     for category, values in report["by_category"].items():
-        cells = (_text(name, values[name]) for name in ("mean_acceptance_length", "speedup"))
-        table.add_row(escape(category), str(values["prompts"]), *cells)
+        table.add_row(Text(category), str(values["prompts"]), *(_number(name, values[name]) for name in columns))
     console.print(table)
-    _show_exactness(console, report, exact)
+    for style, line in _verdict(report):
+        console.print(Text(line, style=style))
 
 
-def _headline(report: dict[str, Any]) -> str:
-    return ""
-
-
-def _table(*columns: str) -> Table:
+def _table(first: str, *numbers: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column)
+    table = Table(first, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in numbers:
+        table.add_column(name, justify="right")
     return table
+
+
+def _number(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(_number(name, part) for part in value)
+    if value is None:
+        return "-"
+    return f"{value:.0%}" if name.endswith("_rate") else f"{value:.{1 if name.endswith(('_ms', '_second')) else 2}f}"
+
+
+def _facts(report: dict[str, Any]) -> dict[str, str]:
+    drafter, target, how, speed = (report[name] for name in ("drafter", "target", "setting", "speed"))
+    trained = f", {drafter['parameters'] / 1e6:.1f} million parameters, {drafter['path']}" if drafter["path"] else ""
+    draft = "{tree} of depth {depth}, {nodes} nodes a pass, verify={verify}"
+    choice = "temperature {temperature}, top_k {top_k}, top_p {top_p}" if how["temperature"] else "greedy"
+    length = report["acceptance"]["mean_acceptance_length"]
+    return {
+        "drafter": drafter["name"] + trained,
+        "target": f"{target['name']}, {how['dtype']}, on {how['device']}: {how['machine']}",
+        "decoding": f"{draft}; {choice}; {{num_prompts}} prompts ({{prompts}}), batch {{batch}}".format(**how),
+        "result": f"{speed['speedup']:.2f} times as fast as without a drafter"
+        + ("" if length is None else f"; {length:.2f} tokens per pass of the target instead of 1"),
+    }
+
+
+def _verdict(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Lines on exactness, with their style."""
+    exact, how = report["exactness"], report["setting"]
+    if how["lossy"]:
+        yield "bold yellow", "LOSSY: verify=typical also accepts drafts that the target would not have chosen."
+    if exact["reason"]:
+        yield "", f"exactness: not compared, {exact['reason']}"
+        return
+    faults, differing = _faults(report), exact["compared"] - exact["identical"]
+    yield (
+        "bold" if differing else "bold green",
+        f"exactness: {exact['identical']} of {exact['compared']} answers are, token for token, the target's own",
+    )
+    if differing > len(faults):
+        tie = "equally good" if how["temperature"] else "almost equally good"
+        rest = f"{differing - len(faults)} part from it where the target found two tokens {tie}"
+        yield "", f"{rest}, and rounding in {how['dtype']} decided; dtype=float32 shows them identical"
+    if faults:
+        yield (
+            "bold red",
+            f"NOT THE TARGET'S OUTPUT: {len(faults)} answers differ, and rounding is no excuse. They part at",
+        )
+    for fault in faults[:10]:
+        tokens = f"drafted {fault['drafted_token']}, plain {fault['plain_token']}"
+        gap = f"top-2 logit gap {fault['top2_gap']:.3g} of {fault['logit_scale']:.3g}"
+        yield "red", f"  prompt {fault['prompt']}, new token {fault['position']}: {tokens}, {gap}"
 
 
 main = entry("evaluate", run)
