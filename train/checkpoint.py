@@ -1,6 +1,9 @@
 """Checkpoints: everything an exact resume needs, in folders that appear whole or not at all. safetensors and JSON only.
 
-    checkpoints/step-000500/   drafter.safetensors (float32), optimizer.safetensors, rng.safetensors (every rank), state.json
+    checkpoints/step-000500/   drafter.safetensors     float32
+                               optimizer.safetensors   both moments and the step count of every parameter
+                               rng.safetensors         torch's generator, of every rank
+                               state.json              step, and what the record of the run counts
 
 Knows modules, optimisers and numbers. Does not know what a step is.
 """
@@ -20,6 +23,8 @@ from torch import Tensor, nn
 from paceline.models.errors import Refusal
 from paceline.models.export import load_tensors
 
+HIDDEN = ".unfinished-"  # how the name of a folder begins that is being written or deleted
+
 
 def save(
     folder: Path,
@@ -32,13 +37,13 @@ def save(
     """Write `folder/step-NNNNNN`.
 
     Args:
-        rng: torch's generator state of each rank. state: plain numbers and strings: best so far, tokens seen, world size ...
+        rng: torch's generator state of each rank. state: plain types: best so far, tokens seen, world size ...
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / f"step-{step:06d}"
-    work = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+    work = Path(tempfile.mkdtemp(prefix=HIDDEN, dir=folder))
     try:
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         moments = {
             f"{names[parameter]}|{key}": value.detach().cpu().contiguous()
             for parameter, held in optimizer.state.items()
@@ -55,7 +60,7 @@ def save(
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         work.chmod(0o755)
-        shutil.rmtree(place, ignore_errors=True)
+        _discard(place)
         work.rename(place)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -63,32 +68,47 @@ def save(
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint of the most steps in `folder`."""
-    return (
-        max(folder.glob("step-*/state.json"), default=folder, key=lambda file: file.parent.name).parent
-        if _any(folder)
-        else None
-    )
+    """The checkpoint of the most steps in `folder`, None where there is none."""
+    return max(_all(folder), key=_step, default=None)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Keep the newest `keep` checkpoints."""
-    for old in sorted(folder.glob("step-*"))[:-keep]:
-        shutil.rmtree(old)
+    """Keep the newest `keep` checkpoints, and nothing that a killed run was about to write or to delete."""
+    for old in sorted(_all(folder), key=_step)[:-keep]:
+        _discard(old)
+    for left in folder.glob(f"{HIDDEN}*"):
+        shutil.rmtree(left)
 
 
-def read_state(place: Path) -> dict[str, Any]:
-    """state.json of a checkpoint. Raises Refusal where there is none."""
-    try:
-        return json.loads((place / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise Refusal(f"resume={place}: no checkpoint there ({error})") from error
+def _all(folder: Path) -> list[Path]:
+    return [place for place in folder.glob("step-*") if _step(place) >= 0]
+
+
+def _step(place: Path) -> int:
+    number = place.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
+
+
+def _discard(place: Path) -> None:
+    """Delete a checkpoint, which must not be seen half deleted."""
+    if place.exists():
+        doomed = Path(tempfile.mkdtemp(prefix=HIDDEN, dir=place.parent))
+        place.rename(doomed / place.name)
+        shutil.rmtree(doomed)
 
 
 def load(place: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
-    """Put a checkpoint back into module, optimiser and torch's generator; returns its state. Raises Refusal: what is damaged."""
-    state = read_state(place)
+    """Put a checkpoint back into module, optimiser and torch's generator; returns its state.
+
+    Raises Refusal: what is missing or damaged.
+    """
     where = f"resume={place}"
+    try:
+        state = json.loads((place / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        near = newest(place) or newest(place / "checkpoints")
+        hint = f"nearest: {near}" if near else type(error).__name__
+        raise Refusal(f"{where}: no checkpoint there ({hint})") from error
     try:
         tensors = load_file(place / "drafter.safetensors")
         moments = load_file(place / "optimizer.safetensors")
@@ -96,18 +116,15 @@ def load(place: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank:
     except Exception as error:  # safetensors raises kinds of its own
         raise Refusal(f"{where}: cannot be read ({error})") from error
     load_tensors(module, tensors, where)
-    parameters = dict(module.named_parameters())
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    known = {key.partition("|")[0] for key in moments}
+    if known and known != trained.keys():  # none: no step has been taken
+        raise Refusal(f"{where}: the optimiser's tensors are not this drafter's, see {min(known ^ trained.keys())}")
     for key, value in moments.items():
         name, _, kind = key.partition("|")
-        if name not in parameters:
-            raise Refusal(f"{where}: the optimiser knows {name}, this drafter does not")
         # the step count of a fused AdamW lives where the parameter lives
-        optimizer.state[parameters[name]][kind] = value.to(parameters[name].device)
+        optimizer.state[trained[name]][kind] = value.to(trained[name].device)
     if f"rank{rank}" not in rng:
         raise Refusal(f"{where}: saved by {len(rng)} processes, resumed by more")
     torch.set_rng_state(rng[f"rank{rank}"])
     return state
-
-
-def _any(folder: Path) -> bool:
-    return any(folder.glob("step-*/state.json"))

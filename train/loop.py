@@ -1,4 +1,4 @@
-"""`fit(cfg)`: build, prepare, step, log, evaluate, save. Reads as prose; each sentence is a function below or a file beside.
+"""`fit(cfg)`: build, prepare, step, log, evaluate, save. Each sentence is a function below or a file beside.
 
 Owns the run: its folder, its order of steps, what is kept. Knows no method: a drafter is whatever `models.build` makes.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object, set_seed
-from torch import Tensor
 
 from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
@@ -20,15 +20,13 @@ from paceline.models.errors import Refusal
 from paceline.models.target import Target, folder
 from paceline.train import checkpoint
 from paceline.train.record import Record
-from paceline.train.step import Counts, TrainStep
+from paceline.train.step import TrainStep
 from paceline.train.yardstick import Yardstick
 
 
 def fit(cfg: Any) -> None:
     """Train one drafter as `cfg` (a validated TrainConfig) says, and leave its best export in `cfg.out`."""
-    accelerator = Accelerator(
-        cpu=cfg.target.device == "cpu" or not torch.cuda.is_available(), mixed_precision=_precision(cfg)
-    )
+    accelerator = _accelerator(cfg)
     set_seed(cfg.seed)
     record = Record(cfg, accelerator)
     where = folder(cfg.target.name, cfg.target.path)
@@ -55,45 +53,59 @@ def fit(cfg: Any) -> None:
     drafter.to(accelerator.device).borrow(target)
     trained, optimizer = accelerator.prepare(step, optimizer)
     yardstick = Yardstick(cfg, target, tokenizer, data) if accelerator.is_main_process else None
-    record.start(begun, total, drafter, target, data)
+    with record.running(begun, total, drafter, target, data):
+        for number, parts in _steps(loader, begun, total):
+            _set_rate(optimizer, _rate(cfg, number, total))
+            news = _update(cfg, accelerator, trained, step, optimizer, target, parts)
+            record.step(number, news, optimizer.param_groups[0]["lr"])
 
-    for number, parts in _steps(loader, begun, total):
-        _set_rate(optimizer, _rate(cfg, number, total))
-        news = _update(cfg, accelerator, trained, step, optimizer, target, parts)
-        record.step(number, news, optimizer.param_groups[0]["lr"])
-
-        last = number == total
-        # once in a while: decode held-out prompts with the weights as exported, and keep the best
-        if last or (cfg.eval.every and number % cfg.eval.every == 0):
-            if yardstick is not None:
-                record.measured(number, yardstick.measure(drafter), drafter, target, data)
-            accelerator.wait_for_everyone()
-        # once in a while: save everything an exact resume needs
-        if last or number % cfg.train.save_every == 0:
-            rng = gather_object([torch.get_rng_state()])
-            if accelerator.is_main_process:
-                checkpoint.save(record.checkpoints, number, drafter, _plain(optimizer), rng, record.state(number))
-                checkpoint.prune(record.checkpoints, cfg.train.keep)
-            accelerator.wait_for_everyone()
-    record.finish(total)
+            last = number == total
+            # once in a while: decode held-out prompts with the weights as exported, and keep the best
+            if last or (cfg.eval.every and number % cfg.eval.every == 0):
+                if yardstick is not None:
+                    record.measured(number, yardstick.measure(drafter), drafter, target, data)
+                accelerator.wait_for_everyone()
+            # once in a while: save everything an exact resume needs
+            if last or number % cfg.train.save_every == 0:
+                rng = gather_object([torch.get_rng_state()])
+                if accelerator.is_main_process:
+                    checkpoint.save(
+                        record.checkpoints,
+                        number,
+                        drafter,
+                        _plain(optimizer),
+                        rng,
+                        record.state() | _scale(accelerator),
+                    )
+                    checkpoint.prune(record.checkpoints, cfg.train.keep)
+                accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
 # ---------------------------------------------------------------- build
 
 
-def _precision(cfg: Any) -> str:
-    if cfg.dtype == "float16" and (cfg.target.device == "cpu" or not torch.cuda.is_available()):
-        raise Refusal("dtype=float16 needs a GPU to train on; nearest: dtype=bfloat16")
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[cfg.dtype]
+def _accelerator(cfg: Any) -> Accelerator:
+    """On the device asked for. Without a GPU it must be told so, or two processes would look for one."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # in --multirun, the run before may have had another
+    kind, _, index = cfg.target.device.partition(":")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise Refusal(f"target.device={cfg.target.device}: there is no such GPU here; nearest: auto")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise Refusal("target.device=mps: there is no such GPU here; nearest: auto")
+    cpu = kind == "cpu" or (kind == "auto" and not torch.cuda.is_available())
+    if cfg.dtype == "float16" and (cpu or kind == "mps"):
+        raise Refusal("dtype=float16 needs a CUDA GPU to train on; nearest: dtype=bfloat16")
+    if index:
+        torch.cuda.set_device(int(index))
+    precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[cfg.dtype]
+    return Accelerator(cpu=cpu, mixed_precision=precision)
 
 
 def _data(cfg: Any, tokenizer: Any) -> Dataset:
-    wanted = cfg.data
-    split = wanted.split if wanted.source == "hub" else None
-    return load(
-        tokenizer, wanted.source, wanted.path, split, wanted.max_length, wanted.limit, wanted.strict, wanted.held_out
-    )
+    data = cfg.data
+    split = data.split if data.source == "hub" else None
+    return load(tokenizer, data.source, data.path, split, data.max_length, data.limit, data.strict, data.held_out)
 
 
 def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Record) -> Drafter:
@@ -123,6 +135,11 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
+def _scale(accelerator: Accelerator) -> dict[str, Any]:
+    """What float16 has to remember besides."""
+    return {} if accelerator.scaler is None else {"scaler": accelerator.scaler.state_dict()}
+
+
 def _resumed(
     cfg: Any, record: Record, drafter: Drafter, optimizer: torch.optim.Optimizer, accelerator: Accelerator
 ) -> int:
@@ -132,6 +149,8 @@ def _resumed(
         return 0
     state = checkpoint.load(place, drafter, optimizer, accelerator.process_index)
     record.restore(state, place)
+    if accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(state["scaler"])
     return state["step"]
 
 
@@ -141,7 +160,7 @@ def _resumed(
 def _steps(loader: Loader, begun: int, total: int) -> Iterator[tuple[int, list[Batch]]]:
     """(step from 1, this rank's micro-batches), epoch after epoch, from step `begun` + 1 to `total`."""
     number, epoch = 0, 0
-    while number < total:
+    while begun < total:
         steps = loader.steps(epoch)
         if number + steps > begun:
             for parts in loader.batches(epoch, start=max(0, begun - number)):
@@ -161,22 +180,22 @@ def _update(
     target: Target,
     parts: list[Batch],
 ) -> dict[str, Any]:
-    """One optimiser step: gradients of all parts, divided once by the counts of all parts of all processes."""
+    """One optimiser step: gradients of all parts, divided once by the counts of all parts of all processes.
+
+    Returns sums and counts over all of them, per depth: `loss` over `learnt` rows, `right` of `asked`.
+    """
     parts = [part.to(accelerator.device) for part in parts]
     drafter = step.drafter
     teacher = target.head.rows(drafter.vocab_map)
     counts = [step.counts(part) for part in parts]
-    whole: Counts = Counts(
-        *(
-            accelerator.reduce(torch.stack(c).sum(0), "sum")
-            for c in ([x.learnt for x in counts], [x.asked for x in counts])
-        )
-    )
+    learnt = accelerator.reduce(sum(count.learnt for count in counts), "sum")
+    asked = accelerator.reduce(sum(count.asked for count in counts), "sum")
+    tokens = accelerator.reduce(learnt.new_tensor(sum(part.tokens for part in parts)), "sum")
     weight = torch.tensor([drafter.options.decay**k for k in range(step.depths)], device=accelerator.device)
     # DDP averages over processes what has to be summed
-    scale = weight / whole.learnt.clamp(min=1) * accelerator.num_processes
+    scale = weight / learnt.clamp(min=1) * accelerator.num_processes
     loss = torch.zeros(step.depths, device=accelerator.device)
-    right = torch.zeros(step.depths, dtype=torch.long, device=accelerator.device)
+    right = torch.zeros_like(learnt)
     for index, part in enumerate(parts):
         hidden, last = target(part.ids, drafter.taps, documents=part.document, positions=part.positions)
         with accelerator.no_sync(trained) if index + 1 < len(parts) else nullcontext():
@@ -184,31 +203,33 @@ def _update(
             accelerator.backward((sums.loss * scale).sum())
         loss, right = loss + sums.loss.detach(), right + sums.right
     norm = accelerator.clip_grad_norm_(drafter.parameters(), cfg.train.clip)
-    finite = bool(torch.isfinite(norm))
-    if finite:
+    finite, empty = bool(torch.isfinite(norm)), not bool(learnt.any())
+    # neither gradients that are not finite nor a step without any may move the moments, or the weights by their decay
+    # (float16's scaler leaves out the former by itself, and has to see them)
+    if not empty and (finite or accelerator.scaler is not None):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    tokens = accelerator.reduce(torch.tensor(sum(part.tokens for part in parts), device=accelerator.device), "sum")
     return {
-        "loss": _ratio(accelerator.reduce(loss, "sum"), whole.learnt),
-        "accuracy": _ratio(accelerator.reduce(right, "sum"), whole.asked),
+        "loss": accelerator.reduce(loss, "sum").tolist(),
+        "learnt": learnt.tolist(),
+        "right": accelerator.reduce(right, "sum").tolist(),
+        "asked": asked.tolist(),
         "tokens": int(tokens),
-        "supervised": int(whole.asked[0]),
         "grad_norm": float(norm),
         "skipped": not finite,
+        "empty": empty,
     }
 
 
-def _ratio(total: Tensor, count: Tensor) -> list[float | None]:
-    return [float(t) / int(c) if c else None for t, c in zip(total.tolist(), count.tolist(), strict=True)]
-
-
 def _rate(cfg: Any, number: int, total: int) -> float:
-    """Learning rate of optimiser step `number` (from 1): a function of the step alone, whatever the number of processes."""
+    """Learning rate of optimiser step `number` (from 1): of the step alone, whatever the number of processes.
+
+    It is highest at the last step of the warmup, and would be 0 at step `total` + 1.
+    """
     warmup = max(1, round(cfg.train.warmup * total))
     if number <= warmup:
         return cfg.train.lr * number / warmup
-    done = (number - warmup) / max(1, total - warmup)
+    done = (number - warmup) / (total - warmup + 1)
     if cfg.train.schedule == "cosine":
         return cfg.train.lr * 0.5 * (1 + math.cos(math.pi * done))
     return cfg.train.lr * (1 - done if cfg.train.schedule == "linear" else 1)

@@ -20,7 +20,7 @@ def ce(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
 
 
 def kl(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
-    """KL(target || draft). teacher [R, D]: the target's log-probabilities, renormalised over the draft vocabulary -> [R] nats."""
+    """KL(target || draft), [R] nats. teacher [R, D]: the target's log-probabilities over the draft vocabulary."""
     assert teacher is not None
     return F.kl_div(F.log_softmax(logits, -1), teacher, reduction="none", log_target=True).sum(-1)
 

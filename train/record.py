@@ -7,8 +7,12 @@ Knows numbers and files. Does not know how a step is computed.
 
 import json
 import math
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +41,12 @@ class Record:
         self.cfg = cfg
         self.main = accelerator.is_main_process
         self.world = accelerator.num_processes
-        self.console = Console(quiet=not self.main)
+        self.console = Console(quiet=not self.main, soft_wrap=True)
         self.coverage: float | None = None
         self.best = -math.inf
         self.best_step = 0
         self.tokens = 0
-        self.skipped = 0
+        self.skipped = self.empty = 0  # optimiser steps whose gradients were not finite, or that had nothing to learn
         told: list[Any] = [None]
         if self.main:
             told = [self._opened()]
@@ -53,7 +57,8 @@ class Record:
         self.checkpoints = self.out / "checkpoints"
         self._tracker: Any = None
         self._bar: Progress | None = None
-        self._pending: list[dict[str, Any]] = []
+        self._consecutive = 0  # skipped steps, up to now
+        self._pending: list[dict[str, Any]] = []  # steps since the last line of metrics.jsonl
 
     # -- the folder
 
@@ -64,25 +69,19 @@ class Record:
             if cfg.resume is True:
                 return Refusal("resume=true goes on with the run in out: give out=FOLDER")
             stem = Path("outputs") / f"{cfg.method.name}-{datetime.now():%Y%m%d-%H%M%S}"
-            for trial in range(1000):
+            for trial in count():
                 out = stem if not trial else stem.with_name(f"{stem.name}-{trial}")
-                try:
+                with suppress(FileExistsError):  # a run of the same second
                     out.mkdir(parents=True)
-                    break
-                except FileExistsError:  # a run of the same second
-                    continue
-        else:
-            out = Path(cfg.out)
-            if (out / "config.yaml").exists():
-                if not cfg.resume:
-                    return Refusal(f"out={out} holds a run already: resume=true goes on with it, or give another out")
-                different = _first_difference(yaml.safe_load((out / "config.yaml").read_text()), cfg.plain())
-                if different:
-                    return Refusal(
-                        f"{different} is not what the run in out={out} was started with: start afresh in another out"
-                    )
-            out.mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(cfg.yaml())
+                    return str(out.absolute())
+        out = Path(cfg.out)
+        if (out / "config.yaml").exists():
+            if not cfg.resume:
+                return Refusal(f"out={out} holds a run already: resume=true goes on with it, or give another out")
+            different = _first_difference(yaml.safe_load((out / "config.yaml").read_text()), cfg.plain())
+            if different:
+                return Refusal(f"{different}: start afresh in another out, the run in out={out} is not like that")
+        out.mkdir(parents=True, exist_ok=True)
         return str(out.absolute())
 
     def resume_from(self) -> Path | None:
@@ -96,78 +95,95 @@ class Record:
             self.console.print(f"resume=true: no checkpoint in {self.checkpoints}, starting afresh")
         return place
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, in plain types."""
         return {
             "world": self.world,
             "tokens": self.tokens,
             "skipped": self.skipped,
+            "empty": self.empty,
+            "pending": self._pending,
             "best": None if self.best == -math.inf else self.best,
             "best_step": self.best_step,
         }
 
     def restore(self, state: dict[str, Any], place: Path) -> None:
-        self.tokens, self.skipped, self.best_step = state["tokens"], state["skipped"], state["best_step"]
-        self.best = -math.inf if state["best"] is None else state["best"]
+        self.tokens, self.skipped, self.empty = state["tokens"], state["skipped"], state["empty"]
+        self._pending = state["pending"]
+        if state["best"] is not None and (self.out / "export").exists():  # not so where `out` is another run's folder
+            self.best, self.best_step = state["best"], state["best_step"]
         self.console.print(f"resumed from {place}: step {state['step']}, {self.tokens} tokens seen")
-        file = self.out / "metrics.jsonl"
-        if self.main and file.exists():  # what was logged after the checkpoint happens again
-            kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= state["step"]]
-            file.write_text("".join(line + "\n" for line in kept))
 
     # -- what is shown and written down
 
     def show_data(self, data: Dataset, tokenizer: Any) -> None:
         """How much is supervised, what was left out, and one example with its mask in colour."""
         show = self.console.print
-        show(
-            f"[bold]data[/]: {len(data.train)} documents to train on, {len(data.held_out)} held out; {supervision(data.train)}"
-        )
+        documents = f"{len(data.train)} documents to train on, {len(data.held_out)} held out"
+        show(f"[bold]data[/]: {documents}; {supervision(data.train)}")
         for report in (data.skipped, data.unsupervised):
             if len(report):
                 show(f"  {report}", highlight=False)
         show("one example, what the drafter learns to predict is marked:", style="dim")
         show(coloured(data.train[0], tokenizer))
 
-    def start(self, begun: int, total: int, drafter: Drafter, target: Target, data: Dataset) -> None:
-        size = sum(parameter.numel() for parameter in drafter.parameters()) / 1e6
-        covered = (
-            ""
-            if self.coverage is None
-            else f", draft vocabulary {len(drafter.vocab_map)} ({self.coverage:.1%} of supervised tokens)"
-        )
-        self.console.print(
-            f"[bold]{drafter.options.name}[/]: {size:.1f} M parameters trained for {target.source}{covered}; "
-            f"{total - begun} steps of {self.cfg.train.batch_tokens} tokens into {self.out}"
-        )
+    @contextmanager
+    def running(self, begun: int, total: int, drafter: Drafter, target: Target, data: Dataset) -> Iterator[None]:
+        """Around all steps: what is shown and tracked meanwhile is closed however they end."""
         self.total = total
         self._clock, self._seen = time.monotonic(), self.tokens
-        if self.main and self.cfg.tracker.name == "wandb":
-            self._tracker = _wandb(self.cfg, self.out)
-        if self.console.is_terminal and self.main:
-            fields = "{task.fields[note]}"
-            self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn(fields),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self.console,
+        if self.main:
+            _write_whole(self.out / "config.yaml", self.cfg.yaml())
+            known = [line for line in self._lines() if line["step"] <= begun]  # what came after will come again
+            _write_whole(self.out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in known))
+            if self.cfg.tracker.name == "wandb":
+                self._tracker = _wandb(self.cfg, self.out)
+        self._announce(begun, drafter, target)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            if self._bar is not None:
+                self._bar.stop()
+            if self._tracker is not None:
+                self._tracker.finish(exit_code=int(failed))
+        if self.main:
+            picture = draw(self.out, self._lines())
+            self.console.print(
+                f"done: best mean acceptance length {self.best:.3f} at step {self.best_step}; "
+                f"export in {self.out / 'export'}{f', curve in {picture}' if picture else ''}",
+                highlight=False,
             )
-            self._task = self._bar.add_task("", total=total, completed=begun, note="")
+
+    def _announce(self, begun: int, drafter: Drafter, target: Target) -> None:
+        size = sum(parameter.numel() for parameter in drafter.parameters()) / 1e6
+        covered = ""
+        if self.coverage is not None and drafter.vocab_map is not None:
+            covered = f", draft vocabulary {len(drafter.vocab_map)} ({self.coverage:.1%} of supervised tokens)"
+        self.console.print(
+            f"[bold]{drafter.options.name}[/]: {size:.1f} M parameters trained for {target.source}{covered}; "
+            f"{self.total - begun} steps of {self.cfg.train.batch_tokens} tokens into {self.out}"
+        )
+        if self.console.is_terminal and self.main:
+            columns = ("training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
+            self._task = self._bar.add_task("", total=self.total, completed=begun, note="")
             self._bar.start()
 
     def step(self, number: int, news: dict[str, Any], rate: float) -> None:
-        """Take note of an optimiser step."""
+        """Take note of an optimiser step: sums and counts, divided when a line is written.
+
+        Raises Refusal after five steps in a row whose gradients were not finite.
+        """
         self.tokens += news["tokens"]
         self.skipped += news["skipped"]
+        self.empty += news["empty"]
         self._consecutive = self._consecutive + 1 if news["skipped"] else 0
         if self._consecutive >= 5:
             raise Refusal(
                 f"train.lr={self.cfg.train.lr}: the gradients of five steps in a row were not finite (step {number})"
             )
-        if not self.main:
-            return
         self._pending.append(news)
         every = self.cfg.train.log_every
         if number % every and number != self.total and number != 1:
@@ -177,23 +193,22 @@ class Record:
         self._clock, self._seen = now, self.tokens
         line = {
             "step": number,
-            "loss": _mean([n["loss"] for n in self._pending]),
-            "accuracy": _mean([n["accuracy"] for n in self._pending]),
+            "loss": _ratios(self._pending, "loss", "learnt"),
+            "accuracy": _ratios(self._pending, "right", "asked"),
             "lr": rate,
             "grad_norm": news["grad_norm"],
             "tokens": self.tokens,
             "tokens_per_second": speed,
             "skipped": self.skipped,
+            "empty": self.empty,
         }
-        self._pending.clear()
+        self._pending = []
         self._write(line)
         note = f"loss {_short(line['loss'], 2)}  accuracy {_short(line['accuracy'], 3)}  {speed:.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=number, note=note)
         elif number == 1 or number == self.total or number % (every * 10) == 0:
             self.console.print(f"step {number}/{self.total}  {note}", highlight=False)
-
-    _consecutive = 0
 
     def measured(self, number: int, found: Measurement, drafter: Drafter, target: Target, data: Dataset) -> None:
         """Take note of a decode of the held-out prompts; the best drafter so far becomes the export."""
@@ -234,21 +249,9 @@ class Record:
             acceptance=found.acceptance.as_dict(),
         )
 
-    def finish(self, total: int) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def _write(self, line: dict[str, Any]) -> None:
         if not self.main:
             return
-        picture = draw(self.out)
-        if self._tracker is not None:
-            self._tracker.finish()
-        self.console.print(
-            f"done: best mean acceptance length {self.best:.3f} at step {self.best_step}; export in {self.out / 'export'}"
-            + (f", curve in {picture}" if picture else ""),
-            highlight=False,
-        )
-
-    def _write(self, line: dict[str, Any]) -> None:
         with (self.out / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self._tracker is not None:
@@ -259,14 +262,19 @@ class Record:
             }
             self._tracker.log({k: v for k, v in flat.items() if k != "step"}, step=line["step"])
 
+    def _lines(self) -> list[dict[str, Any]]:
+        """metrics.jsonl so far, without the half of a line that a killed run may have left at its end."""
+        file = self.out / "metrics.jsonl"
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
-def draw(out: Path) -> Path | None:
-    """curve.png: loss, accuracy per depth and decoded acceptance length over tokens. None where matplotlib is not installed."""
+
+def draw(out: Path, lines: list[dict[str, Any]]) -> Path | None:
+    """curve.png: loss, accuracy and decoded acceptance length over steps. None where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     decoded = [line for line in lines if "mean_acceptance_length" in line]
     figure = Figure(figsize=(12, 3.6), layout="constrained")
@@ -323,9 +331,17 @@ def _first_difference(before: dict[str, Any], now: dict[str, Any], prefix: str =
     return None
 
 
-def _mean(rows: list[list[float | None]]) -> list[float | None]:
-    columns = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
-    return [sum(column) / len(column) if column else None for column in columns]
+def _ratios(rows: list[dict[str, Any]], part: str, whole: str) -> list[float | None]:
+    """Sums over counts, per depth; None where nothing was counted."""
+    parts, wholes = ([sum(depth) for depth in zip(*(row[name] for row in rows), strict=True)] for name in (part, whole))
+    return [p / w if w else None for p, w in zip(parts, wholes, strict=True)]
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace a file by another in one move: a killed run leaves the old or the new."""
+    work = path.with_name(f".{path.name}")
+    work.write_text(text)
+    os.replace(work, path)
 
 
 def _short(values: Any, digits: int) -> str:

@@ -14,15 +14,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.data.batch import Batch
 from paceline.models.drafter import Context, Drafter
 from paceline.train.objective import NEEDS_TEACHER, mixed
 
-Teacher = Callable[
-    [Tensor], Tensor
-]  # [R, H] post-norm states of the target -> its logits [R, D] over the draft vocabulary
+# [R, H] post-norm states of the target -> its logits [R, D] over the draft vocabulary
+Teacher = Callable[[Tensor], Tensor]
+BEYOND = 1 << 30  # the rank of a token behind the end of its document
 
 
 @dataclass
@@ -37,7 +38,8 @@ class Sums:
 class Counts:
     """Over one batch, per depth [K] int64: rows the loss looks at, and rows an accuracy is taken over.
 
-    A token outside the draft vocabulary can be neither drafted nor learnt: it is no loss row, but it is a miss in every accuracy.
+    A token outside the draft vocabulary can be neither drafted nor learnt: it is no loss row, but in every accuracy it
+    is a miss.
     """
 
     learnt: Tensor
@@ -56,35 +58,33 @@ class TrainStep(nn.Module):
 
     def counts(self, batch: Batch) -> Counts:
         """What the sums of this batch have to be divided by, before any forward."""
-        labels, covered = draft_labels(self.drafter, batch.ids)
+        _, covered = draft_labels(self.drafter, batch.ids)
         asked = torch.stack([predicted(batch, k) for k in range(self.depths)])  # [K, B, T]
         return Counts((asked & covered).flatten(1).sum(1), asked.flatten(1).sum(1))
 
     def forward(self, batch: Batch, hidden: Tensor, last: Tensor, teacher: Teacher) -> Sums:
         """hidden [B, T, taps * H] and last [B, T, H] come from the target and carry no gradient."""
-        states = unrolled(self.drafter, batch, hidden, self.depths)
+        states = [state.flatten(0, 1) for state in unrolled(self.drafter, batch, hidden, self.depths)]
         labels, covered = draft_labels(self.drafter, batch.ids)
-        there = torch.stack(
-            [predicted(batch, k) & covered for k in range(self.depths)]
-        )  # [K, B, T], at the predicted token
-        rows = there.any(0).flatten().nonzero()[:, 0]  # flat indices of the predicted tokens
-        flat = [state.flatten(0, 1) for state in states]
-        parts = rows.split(self.chunk) if len(rows) else (rows,)
-        sums = Sums(
-            flat[0].new_zeros(self.depths, dtype=torch.float32), torch.zeros_like(there[:, 0, 0], dtype=torch.long)
-        )
-        for part in parts:
-            arguments = (part, flat, labels.flatten(), there.flatten(1), last.flatten(0, 1), teacher)
+        # [K, B * T], at the predicted token
+        there = torch.stack([predicted(batch, k) & covered for k in range(self.depths)]).flatten(1)
+        # at least one chunk, if of no rows: then too every parameter gets a gradient, as DDP wants
+        chunks = there.any(0).nonzero()[:, 0].split(self.chunk)
+        sums = Sums(hidden.new_zeros(self.depths, dtype=torch.float32), torch.zeros_like(there[:, 0], dtype=torch.long))
+        for rows in chunks:
+            arguments = (rows, states, labels.flatten(), there, last.flatten(0, 1), teacher)
             # one chunk needs no second forward; of several, only one may hold its logits
-            whole = len(parts) == 1 or not torch.is_grad_enabled()
-            loss, right = self._chunk(*arguments) if whole else checkpoint(self._chunk, *arguments, use_reentrant=False)
+            if len(chunks) == 1 or not torch.is_grad_enabled():
+                loss, right = self._chunk(*arguments)
+            else:
+                loss, right = checkpoint(self._chunk, *arguments, use_reentrant=False)
             sums = Sums(sums.loss + loss, sums.right + right)
         return sums
 
     def _chunk(
         self, rows: Tensor, states: list[Tensor], labels: Tensor, there: Tensor, last: Tensor, teacher: Teacher
     ) -> tuple[Tensor, Tensor]:
-        """rows [R]: flat indices of predicted tokens -> loss [K] and right [K] of this chunk; the teacher is asked once."""
+        """rows [R]: flat indices of predicted tokens -> loss [K] and right [K] of them; the teacher is asked once."""
         target = None
         if NEEDS_TEACHER & self.objective.keys():
             with torch.no_grad():  # the target at t+1+k has the distribution of the token at t+2+k
@@ -131,25 +131,25 @@ def draft_labels(drafter: Drafter, ids: Tensor) -> tuple[Tensor, Tensor]:
 def ranks(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int, chunk: int = 512) -> Tensor:
     """Rank of the true token at each depth, for every position whose successor the target wrote.
 
-    Returns [P, K] int64, positions in row-major order of t: 0 where the likeliest draft token is the text's; the draft
-    vocabulary's size where the token cannot be drafted or stands behind the document's end. The chain of greedy drafts from t is accepted
-    as far as the row's leading zeros go, when the text is what the target writes greedily.
+    Returns [P, K] int64, positions in row-major order of t: 0 where the likeliest draft token is the text's, the draft
+    vocabulary's size where the token cannot be drafted, BEYOND where the document has ended. The chain of greedy drafts
+    from t is accepted as far as the row's leading zeros go, when the text is what the target writes greedily.
     """
     labels, covered = draft_labels(drafter, batch.ids)
+    labels = labels.flatten()
     root = predicted(batch, -1).flatten().nonzero()[:, 0]  # flat index of x[t+1], the token the target chose at t
-    states = unrolled(drafter, batch, hidden, depths)
-    out = []
-    for k, state in enumerate(states):
-        there = (predicted(batch, k) & covered).flatten()
-        goal = (root + 1 + k).clamp(max=there.numel() - 1)
+    columns = []
+    for k, state in enumerate(unrolled(drafter, batch, hidden, depths)):
+        known = F.pad(predicted(batch, k).flatten(), (0, depths))[root + 1 + k]
+        goal = torch.where(known, root + 1 + k, 0)
         column = []
         for part, token in zip((root - 1).split(chunk), goal.split(chunk), strict=True):
             logits = drafter.head(state.flatten(0, 1)[part], k).float()
-            score = logits.gather(1, labels.flatten()[token][:, None])
-            # ties go to the lower draft id, as topk and argmax have it here
-            earlier = torch.arange(logits.shape[1], device=logits.device) < labels.flatten()[token][:, None]
+            label = labels[token][:, None]
+            score = logits.gather(1, label)
+            # ties go to the lower draft id, as with argmax
+            earlier = torch.arange(logits.shape[1], device=logits.device) < label
             rank = ((logits > score) | ((logits == score) & earlier)).sum(1)
-            column.append(torch.where(there[token], rank, logits.shape[1]))
-        end = torch.cat(column) if column else root
-        out.append(torch.where(root + 1 + k < there.numel(), end, labels.new_tensor(1 << 30)))
-    return torch.stack(out, 1)
+            column.append(torch.where(covered.flatten()[token], rank, logits.shape[1]))
+        columns.append(torch.where(known, torch.cat(column), BEYOND))
+    return torch.stack(columns, 1)

@@ -1,4 +1,4 @@
-"""What a drafter under training is worth: the real decoder on held-out prompts, with the weights as they would be exported.
+"""What a drafter under training is worth: the real decoder on held-out prompts, with the weights as exported.
 
 Knows prompts, the target's own greedy answers to them and the decoder. Does not know how a drafter is trained or kept.
 """
@@ -15,17 +15,17 @@ from paceline.data.prompts import prompts as bundled_prompts
 from paceline.decode import VERIFIERS, AcceptanceReport, Decoder, Sampler, best_static, shape_of
 from paceline.models.drafter import Drafter, build
 from paceline.models.target import DTYPES, Target
-from paceline.train.step import ranks
+from paceline.train.step import BEYOND, ranks
 
 LARGEST_TREE = 64  # nodes of the static tree that is kept; smaller ones are its beginning
 
 
 @dataclass
 class Measurement:
-    """acceptance: of the decoded prompts. accuracy: per depth, top-1 on the target's own greedy text. paths: the static tree."""
+    """acceptance: of the decoded prompts. accuracy: per depth, top-1 on the target's own text. paths: a static tree."""
 
     acceptance: AcceptanceReport
-    accuracy: list[float]
+    accuracy: list[float | None]
     paths: list[list[int]]
 
 
@@ -55,7 +55,8 @@ class Yardstick:
         generation = Decoder(self.target, exported, shape, VERIFIERS[decode.verify]).generate(
             self.prompts, self.cfg.eval.max_new_tokens, sampler=sampler, eos=self.eos
         )
-        accuracy = (there == 0).float().mean(0).tolist()
+        right, asked = (there == 0).sum(0).tolist(), (there < BEYOND).sum(0).tolist()
+        accuracy = [r / n if n else None for r, n in zip(right, asked, strict=True)]
         return Measurement(generation.report, accuracy, [list(path) for path in paths])
 
     def _read(self, taps: tuple[int, ...]) -> Tensor:
