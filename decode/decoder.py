@@ -155,7 +155,8 @@ class Stream(Iterator[Emitted]):
                 else:
                     allowed = [self.limit - len(self.generation.tokens[row]) for row in self._live]
                     feature = self.drafter.read(hidden)
-                    tree = grow(self.drafter, shape, feature, followers, Context(positions, count, history), allowed)
+                    rows = Context(positions, count, history)
+                    tree = grow(self.drafter, shape, feature, followers, rows, allowed, self.target.vocab)
             with self._timed("target"):
                 hidden, last = self.target(tree.tokens, taps, tree=tree.ancestors, cache=cache)
                 logits = self._logits(last)
@@ -170,8 +171,9 @@ class Stream(Iterator[Emitted]):
                 hidden = hidden.gather(1, nodes[..., None].expand(-1, -1, hidden.shape[-1]))
                 words = tree.tokens.gather(1, nodes)
                 followers = torch.cat([words[:, 1:], words[:, :1]], 1)
-                rows = torch.arange(len(count), device=ids.device)
-                followers[rows, count - 1] = torch.tensor(verdict.bonus, device=ids.device)
+                followers[torch.arange(len(count), device=ids.device), count - 1] = torch.tensor(
+                    verdict.bonus, device=ids.device
+                )
                 positions = (cache.length - count)[:, None] + torch.arange(nodes.shape[1], device=ids.device)
             fresh = [
                 [*row_words[1:row_count], bonus]

@@ -8,6 +8,7 @@ Knows a drafter's read/step/head only. Does not know the target, its cache or ho
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,17 +33,17 @@ class DraftTree:
     logp: Tensor
     q: Tensor | None = None
 
-    @property
+    @cached_property
     def ancestors(self) -> Tensor:
         """[B, N, N] bool: (i, j) true where j is i or an ancestor of i."""
-        rows, nodes = self.tokens.shape
-        seen = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device).repeat(rows, 1, 1)
-        for node in range(1, nodes):  # parents come first, so their row is finished
-            parent = self.parents[:, node].clamp(min=0)
-            seen[:, node] |= seen[torch.arange(rows, device=parent.device), parent]
-        return seen
+        nodes = self.tokens.shape[1]
+        own = torch.eye(nodes, device=self.tokens.device)
+        seen = own + own[self.parents.clamp(min=0)]  # every node and its parent; the root is its own
+        for _ in range((nodes - 1).bit_length()):  # each product doubles the reach
+            seen = (seen @ seen).clamp(max=1)
+        return seen > 0
 
-    @property
+    @cached_property
     def depth(self) -> Tensor:
         """[B, N] draft depth of each node, 0 for the root."""
         return self.ancestors.sum(-1) - 1
@@ -167,7 +168,13 @@ def shape_of(
 
 
 def grow(
-    drafter: Drafter, shape: Shape, feature: Tensor, tokens: Tensor, ctx: Context, allowed: Sequence[int] | None = None
+    drafter: Drafter,
+    shape: Shape,
+    feature: Tensor,
+    tokens: Tensor,
+    ctx: Context,
+    allowed: Sequence[int] | None = None,
+    vocab: int | None = None,
 ) -> DraftTree:
     """Unroll the drafter over a tree.
 
@@ -176,6 +183,7 @@ def grow(
         tokens: [B, J] the token that follows each of them; the last real one is the root.
         ctx: positions [B, J] and count [B] of these rows (and the row's memory).
         allowed: per batch row, most draft tokens in a row that still make sense (fewer close to the limit).
+        vocab: ids from here on only pad the target's table: they are not drafted, and have no share in probability.
 
     Raises:
         Refusal: the tree is deeper than the drafter's heads, or the drafter's logits are not finite.
@@ -188,12 +196,15 @@ def grow(
     tree = DraftTree.root(tokens[rows, last])
     if shape.depth == 0:
         return tree
+    known = None
+    if vocab is not None and vocab < drafter.shape.vocab:
+        known = vocab if drafter.vocab_map is None else int((drafter.vocab_map < vocab).sum())
     level = _Level(onward[rows, last][:, None], state[rows, last][:, None], tree.logp, torch.zeros_like(tree.parents))
     at = Context((ctx.positions[rows, last] + 1)[:, None], torch.ones_like(ctx.count), ctx.history)
     if isinstance(shape, StaticShape):
-        tree = _unfold_static(drafter, shape, tree, level, at)
+        tree = _unfold_static(drafter, shape, tree, level, at, known)
     else:
-        tree = _unfold_dynamic(drafter, shape, tree, level, at)
+        tree = _unfold_dynamic(drafter, shape, tree, level, at, known)
     return _without_dead(tree, allowed)
 
 
@@ -207,9 +218,12 @@ class _Level:
     index: Tensor
 
 
-def _children(drafter: Drafter, level: _Level, depth: int, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` likeliest children of each node of a level: target ids and joint log-probabilities [B, n, width]."""
-    logits = drafter.head(level.state, depth).float()
+def _children(drafter: Drafter, level: _Level, depth: int, width: int, known: int | None) -> tuple[Tensor, Tensor]:
+    """The `width` likeliest children of each node of a level: target ids and joint log-probabilities [B, n, width].
+
+    known: the first so many draft ids may be drafted, None for all.
+    """
+    logits = drafter.head(level.state, depth)[..., :known].float()
     top, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
     if bool(top.isnan().any()) or bool((top == torch.inf).any()):
         raise Refusal(f"the drafter's logits are not finite in {drafter.dtype}: decode with dtype=float32 or bfloat16")
@@ -229,13 +243,15 @@ def _descend(
     return drafter.step(feature, tokens, depth, ctx)
 
 
-def _unfold_static(drafter: Drafter, shape: StaticShape, tree: DraftTree, level: _Level, ctx: Context) -> DraftTree:
+def _unfold_static(
+    drafter: Drafter, shape: StaticShape, tree: DraftTree, level: _Level, ctx: Context, known: int | None
+) -> DraftTree:
     parts = [tree]
     above: list[tuple[int, ...]] = [()]  # paths of the level, in its order
     inner = {path[:-1] for path in shape.paths}
     first = 1
     for depth, paths in enumerate(shape.levels):
-        ids, logp = _children(drafter, level, depth, 1 + max(path[-1] for path in paths))
+        ids, logp = _children(drafter, level, depth, 1 + max(path[-1] for path in paths), known)
         parent = torch.tensor([above.index(path[:-1]) for path in paths], device=ids.device)
         rank = torch.tensor([path[-1] for path in paths], device=ids.device)
         fits = rank < ids.shape[-1]
@@ -255,11 +271,13 @@ def _unfold_static(drafter: Drafter, shape: StaticShape, tree: DraftTree, level:
     return _joined(parts)
 
 
-def _unfold_dynamic(drafter: Drafter, shape: DynamicShape, tree: DraftTree, level: _Level, ctx: Context) -> DraftTree:
+def _unfold_dynamic(
+    drafter: Drafter, shape: DynamicShape, tree: DraftTree, level: _Level, ctx: Context, known: int | None
+) -> DraftTree:
     parts = [tree]
     first = 1
     for depth in range(shape.depth):
-        ids, logp = _children(drafter, level, depth, shape.width)
+        ids, logp = _children(drafter, level, depth, shape.width, known)
         rows, n, width = ids.shape
         tokens, joint = ids.reshape(rows, -1), logp.reshape(rows, -1)
         parent = torch.arange(n, device=ids.device).repeat_interleave(width).expand(rows, -1)

@@ -25,9 +25,9 @@ class MedusaOptions(Options):
     @model_validator(mode="after")
     def _every_head_trained(self) -> "MedusaOptions":
         if self.unroll not in (None, self.heads):
-            raise Refusal(f"method.unroll: {self.unroll} would leave heads untrained; nearest: method.heads={self.unroll}")
+            raise Refusal(f"method.unroll: {self.unroll} leaves heads untrained; nearest: method.heads={self.unroll}")
         if len(self.taps) != 1:
-            raise Refusal(f"method.taps: {list(self.taps)} is refused, Medusa heads read one hidden state; nearest: [-1]")
+            raise Refusal(f"method.taps: {list(self.taps)}, but Medusa heads read one hidden state; nearest: [-1]")
         return self
 
     def depth_limit(self) -> int | None:

@@ -101,7 +101,7 @@ class Dictated(Drafter):
     """Drafts from texts known in advance, the true token at any rank wanted.
 
     texts: prompts with what the target says after them, one for each prompt in use.
-    rank: text position -> rank of the true token among the drafts there: 0 is right, a high one a miss, None is silence.
+    rank: text position -> rank of the true token among the drafts there: 0 is right, a high one a miss, None silence.
     """
 
     def __init__(self, texts: Sequence[Sequence[int]], rank: Callable[[int], int | None] = lambda place: 0):
