@@ -67,18 +67,7 @@ def fit(cfg: Any) -> None:
                 accelerator.wait_for_everyone()
             # once in a while: save everything an exact resume needs
             if last or number % cfg.train.save_every == 0:
-                rng = gather_object([torch.get_rng_state()])
-                if accelerator.is_main_process:
-                    checkpoint.save(
-                        record.checkpoints,
-                        number,
-                        drafter,
-                        _plain(optimizer),
-                        rng,
-                        record.state() | _scale(accelerator),
-                    )
-                    checkpoint.prune(record.checkpoints, cfg.train.keep)
-                accelerator.wait_for_everyone()
+                _save(cfg, record, number, drafter, optimizer, accelerator)
     accelerator.end_training()
 
 
@@ -130,14 +119,14 @@ def _optimizer(cfg: Any, drafter: Drafter) -> torch.optim.AdamW:
     )
 
 
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimiser inside accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def _scale(accelerator: Accelerator) -> dict[str, Any]:
-    """What float16 has to remember besides."""
-    return {} if accelerator.scaler is None else {"scaler": accelerator.scaler.state_dict()}
+def _save(cfg: Any, record: Record, number: int, drafter: Drafter, optimizer: Any, accelerator: Accelerator) -> None:
+    """Write a checkpoint, and forget the oldest. All processes take part."""
+    rng = gather_object([torch.get_rng_state()])
+    if accelerator.is_main_process:
+        scaler = {} if accelerator.scaler is None else {"scaler": accelerator.scaler.state_dict()}
+        checkpoint.save(record.checkpoints, number, drafter, optimizer.optimizer, rng, record.state() | scaler)
+        checkpoint.prune(record.checkpoints, cfg.train.keep)
+    accelerator.wait_for_everyone()
 
 
 def _resumed(
