@@ -71,13 +71,18 @@ def load(name: str, *overrides: str) -> Any:
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    """Turn a refusal into one line (of one of the processes) and exit code 2."""
+    """Turn a refusal into one line (of one of the processes) and exit code 2; Ctrl-C likewise, code 130."""
+    first = os.environ.get("RANK", "0") == "0"
     try:
         yield
     except _refusals() as refusal:
-        if os.environ.get("RANK", "0") == "0":
+        if first:
             print("paceline:", " ".join(str(refusal).split()), file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        if first:
+            print("\npaceline: stopped", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def _refusals() -> tuple[type[Exception], ...]:
@@ -129,7 +134,7 @@ def _check(name: str, args: Namespace, cwd: str) -> None:
         outs = [getattr(_checked(name, _composed(loader, name, job), cwd), "out", None) for job in jobs]
     shared = next((out for i, out in enumerate(outs) if out and out in outs[:i]), None)
     if shared:
-        hint = "leave it out, or name it after what differs: out='outputs/seed${seed}'"
+        hint = "name it after what differs: out='outputs/seed${seed}'"
         raise Refusal(f"out: several of the {len(jobs)} runs would write to {shared}; {hint}")
 
 

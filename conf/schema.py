@@ -280,12 +280,23 @@ class _Drafted(Section):
 
 
 class EvaluateConfig(_Drafted):
-    """All of scripts/evaluate.py."""
+    """All of scripts/evaluate.py. `out` is never None here."""
 
     seed: int
     hf_baseline: bool
     eval: Eval
     ngram: Any
+
+    @model_validator(mode="before")
+    @classmethod
+    def _beside_the_export(cls, data: Any, info: ValidationInfo) -> Any:
+        # RUN of an export RUN/export; an export that lies elsewhere holds its own report.
+        if data["out"] is not None:
+            return data
+        drafter = str(data["drafter"])
+        export = Path(absolute(drafter, info))
+        beside = str(export.parent if export.name == "export" else export)
+        return data | {"out": f"outputs/{drafter}" if drafter in ("none", "ngram") else beside}
 
     _options = field_validator("ngram", mode="before")(method_options)
 

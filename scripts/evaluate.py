@@ -73,20 +73,12 @@ def run(cfg: Any) -> None:
         **figures(batches, asked, cfg.seed),
         "exactness": exactness(cfg, ready, asked, ids, batches),
     }
-    file = _folder(cfg) / "report.json"
+    file = Path(cfg.out) / "report.json"
     write_json(file, report)
     show(console, report)
     console.print(f"all figures, prompt by prompt: {file}", highlight=False, soft_wrap=True)
     if _faults(report):
         raise SystemExit(1)
-
-
-def _folder(cfg: Any) -> Path:
-    """`out`, or RUN of an export RUN/export, or the export itself, or outputs/ngram and outputs/none."""
-    if cfg.out or cfg.drafter in ("none", "ngram"):
-        return Path(cfg.out or f"outputs/{cfg.drafter}")
-    export = Path(cfg.drafter)
-    return export.parent if export.name == "export" else export
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -409,7 +401,7 @@ def _verdict(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if differing > len(faults):
         tie = "equally good" if how["temperature"] else "almost equally good"
         rest = f"{differing - len(faults)} part from it where the target found two tokens {tie}"
-        yield "", f"{rest}, and rounding in {how['dtype']} decided; dtype=float32 shows them identical"
+        yield "", f"{rest} and rounding in {how['dtype']} decided; dtype=float32 shows that"
     if faults:
         yield (
             "bold red",

@@ -27,14 +27,6 @@ HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 
 
 def run(cfg: Any) -> None:
-    try:
-        _run(cfg)
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
-def _run(cfg: Any) -> None:
     from rich.console import Console
 
     from paceline.scripts.decoding import runtime, setting, write_json

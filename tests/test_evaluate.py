@@ -84,6 +84,10 @@ def test_the_report_lies_in_the_run_that_holds_the_export(export: Path, monkeypa
     evaluate.run(load("evaluate", f"drafter={export}", *SMALL, "eval.limit=1"))
     assert capsys.readouterr().out.splitlines()[-1].endswith(f" {export.parent / 'report.json'}")
     assert sorted(file.name for file in export.parent.iterdir()) == ["export", "report.json"]
+    monkeypatch.chdir(export)
+    assert load("evaluate", "drafter=.").out == str(export.parent)
+    assert load("evaluate", "drafter=ngram").out == str(export / "outputs" / "ngram")
+    assert "would write to" in refused(monkeypatch, capsys, "-m", "drafter=ngram", "seed=1,2")
 
 
 def test_the_table_explains_each_figure(export: Path, tmp_path: Path, capsys: Any) -> None:

@@ -134,9 +134,10 @@ def test_stopping_it_is_no_accident(monkeypatch: Any, capsys: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Decoder, "stream", interrupted)
+    monkeypatch.setattr(sys, "argv", ["generate.py", *TINY, "prompt=hi"])
     with pytest.raises(SystemExit) as exit_:
-        generate.run(load("generate", *TINY, "prompt=hi"))
-    assert exit_.value.code == 130 and capsys.readouterr().err == "\nstopped\n"
+        generate.main()
+    assert exit_.value.code == 130 and capsys.readouterr().err == "\npaceline: stopped\n"
 
 
 def test_it_runs_from_the_command_line_with_a_prompt_as_typed() -> None:
