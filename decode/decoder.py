@@ -153,7 +153,8 @@ class Stream(Iterator[Emitted]):
                 if self.drafter is None:
                     tree = DraftTree.root(roots)
                 else:
-                    allowed = [self.limit - len(self.generation.tokens[row]) for row in self._live]
+                    # the last token a row may still say is a bonus token, never worth a draft
+                    allowed = [self.limit - len(self.generation.tokens[row]) - 1 for row in self._live]
                     feature = self.drafter.read(hidden)
                     rows = Context(positions, count, history)
                     tree = grow(self.drafter, shape, feature, followers, rows, allowed, self.target.vocab)

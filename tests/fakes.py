@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from paceline.models.cache import Cache
 from paceline.models.drafter import Context, Drafter, Options, Shape
 from paceline.models.target import Target
 
@@ -95,6 +96,17 @@ def slow_greedy(target: Target, prompt: Sequence[int], new: int) -> list[int]:
         logits = target.model(torch.tensor([text]), use_cache=False).logits[0, -1]
         text.append(int(logits[: target.vocab].argmax()))
     return text[len(prompt) :]
+
+
+def assert_holds(cache: Cache, target: Target, rows: list[list[int]]) -> None:
+    """Row by row, the committed slots are what transformers caches for the text alone."""
+    assert cache.length.tolist() == [len(row) for row in rows]
+    for index, row in enumerate(rows):
+        theirs = DynamicCache(config=target.config)
+        target.model(torch.tensor([row]), cache=theirs)
+        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+            for ours, oracle in ((keys, theirs.layers[layer].keys), (values, theirs.layers[layer].values)):
+                torch.testing.assert_close(ours[index, :, : len(row)], oracle[0], atol=1e-5, rtol=0)
 
 
 class Dictated(Drafter):

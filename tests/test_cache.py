@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from fakes import FAMILIES, VOCAB, target_of
+from fakes import FAMILIES, VOCAB, assert_holds, target_of
 from torch import Tensor
-from transformers import DynamicCache
 
 from paceline.models.cache import Cache
 from paceline.models.errors import Refusal
@@ -39,17 +38,6 @@ def prefilled(target: Target, rows: list[list[int]], slack: int = 16) -> Cache:
     target(ids, cache=cache)
     target.keep(cache, ids[:, :0], torch.tensor([len(row) for row in rows]))
     return cache
-
-
-def assert_holds(cache: Cache, target: Target, rows: list[list[int]]) -> None:
-    """Row by row, the committed slots are what transformers caches for the text alone."""
-    assert cache.length.tolist() == [len(row) for row in rows]
-    for index, row in enumerate(rows):
-        theirs = DynamicCache(config=target.config)
-        target.model(torch.tensor([row]), cache=theirs)
-        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
-            for ours, oracle in ((keys, theirs.layers[layer].keys), (values, theirs.layers[layer].values)):
-                torch.testing.assert_close(ours[index, :, : len(row)], oracle[0], atol=1e-5, rtol=0)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

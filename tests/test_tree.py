@@ -41,7 +41,13 @@ class Recurrent(Drafter):
 
 
 BRANCHES = StaticShape(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 2)))
-SHAPES = [chain(1), chain(4), BRANCHES, DynamicShape(9, 3, 4), DynamicShape(30, 4, 3)]
+SHAPES = {
+    "chain of 1": chain(1),
+    "chain of 4": chain(4),
+    "static": BRANCHES,
+    "dynamic": DynamicShape(9, 3, 4),
+    "large": DynamicShape(30, 4, 3),
+}
 EVENS = torch.arange(0, VOCAB, 2)
 
 
@@ -73,9 +79,9 @@ def along(drafter: Drafter, feature: Tensor, tokens: list[int]) -> Tensor:
     return torch.full((VOCAB,), -torch.inf).scatter(0, ids, logits.log_softmax(-1))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
-    "drafter", [Recurrent(), Recurrent(EVENS), Recurrent(reads_tokens=False)], ids=["", "map", "blind"]
+    "drafter", [Recurrent(), Recurrent(EVENS), Recurrent(reads_tokens=False)], ids=["all ids", "some ids", "blind"]
 )
 @torch.no_grad()
 def test_every_node_is_the_drafters_guess_along_its_own_path(drafter: Drafter, shape) -> None:
@@ -94,7 +100,7 @@ def test_every_node_is_the_drafters_guess_along_its_own_path(drafter: Drafter, s
         assert len(set(families)) == len(families), "no token is drafted twice under one parent"
 
 
-@pytest.mark.parametrize("shape", [chain(4), BRANCHES], ids=str)
+@pytest.mark.parametrize("shape", [chain(4), BRANCHES], ids=["chain", "static"])
 @torch.no_grad()
 def test_a_static_tree_has_the_ranks_it_names(shape: StaticShape) -> None:
     drafter, (feature, tokens, ctx) = Recurrent(), rows()
