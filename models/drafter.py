@@ -167,11 +167,12 @@ def build(options_: Options, shape: Shape, vocab_map: Tensor | None = None) -> D
     """A drafter with untrained weights.
 
     Args:
-        vocab_map: [D] int64, which target ids it may draft; required where `options.draft_vocab` is set.
+        vocab_map: [D] int64, which target ids it may draft; given if, and only if, `options.draft_vocab` is D.
     """
     if options_.name not in methods():
         raise Refusal(f"method.name={options_.name}: no such method; one of {', '.join(methods())}")
-    if options_.draft_vocab and vocab_map is None:
-        raise Refusal(f"method.draft_vocab={options_.draft_vocab} needs a map of draft ids to target ids")
+    size = None if vocab_map is None else len(vocab_map)
+    if options_.draft_vocab != size:
+        raise Refusal(f"method.draft_vocab={options_.draft_vocab} needs a map of as many ids, not of {size}")
     cls = _METHODS[options_.name]
     return cls(options_, shape, vocab_map)

@@ -7,9 +7,10 @@
 Knows the folder and its checks. Does not know how a drafter was trained or what its tree is good for.
 """
 
+import ctypes
 import json
+import os
 import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 
 from paceline.models.drafter import Drafter, Shape, build, methods, options
 from paceline.models.errors import Refusal
+from paceline.models.layers import checked_map
 from paceline.models.target import DTYPES, Target
 
 VERSION = 1
@@ -55,23 +57,33 @@ def save_export(drafter: Drafter, folder: str | Path, dtype: str, target: dict[s
         "vocab_size": drafter.shape.vocab,
         "torch_dtype": dtype,
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
-        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (work / "drafter.json").write_text(json.dumps(description, indent=2) + "\n")
-        work.chmod(0o755)
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-            folder.rename(old / "export")
-            work.rename(folder)
-            shutil.rmtree(old)
-        else:
-            work.rename(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    work = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(work, ignore_errors=True)  # what a killed writer left
+    work.mkdir(parents=True)
+    save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (work / "drafter.json").write_text(json.dumps(description, indent=2) + "\n")
+    if folder.exists():
+        _exchange(work, folder)
+        shutil.rmtree(work)
+    else:
+        work.rename(folder)
     return folder
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two folders in one step, so that at no moment there is none under either name.
+
+    Where the system cannot (only Linux is asked), it takes two: a kill between them leaves the old one aside, whole.
+    """
+    swap = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if swap is None or swap(here, os.fsencode(new), here, os.fsencode(old), exchange) != 0:
+        aside = old.with_name(f".{old.name}.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        old.rename(aside)
+        new.rename(old)
+        aside.rename(new)
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
@@ -90,6 +102,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         about = json.loads(file.read_text())
         version, name = about["paceline"], about["method"]["name"]
         Shape(**about["shape"])
+        _ = about["target"]["fingerprint"], DTYPES[about["dtype"]]
     except (ValueError, KeyError, TypeError) as error:
         raise Refusal(f"drafter={folder}: drafter.json is damaged ({type(error).__name__}: {error})") from error
     if version != VERSION:
@@ -100,7 +113,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         options(name).model_validate(about["method"])
     except ValidationError as error:
         first = error.errors()[0]
-        raise Refusal(f"drafter={folder}: method.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise Refusal(f"drafter={folder}: {'.'.join(map(str, ('method', *first['loc'])))}: {first['msg']}") from error
     return about
 
 
@@ -114,7 +127,7 @@ def load_export(folder: str | Path, target: Target, dtype: str | None = None) ->
         Refusal: a missing, extra, misshapen or unreadable tensor by name; a drafter trained for another target.
     """
     about = describe(folder)
-    _same_target(folder, about["target"].get("fingerprint", ""), target)
+    _same_target(folder, about["target"]["fingerprint"], target)
     opts = options(about["method"]["name"]).model_validate(about["method"])
     file = Path(folder) / "model.safetensors"
     try:
@@ -122,11 +135,14 @@ def load_export(folder: str | Path, target: Target, dtype: str | None = None) ->
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError) as error:
         raise Refusal(f"drafter={folder}: model.safetensors cannot be read ({error})") from error
+    stand_in = torch.arange(opts.draft_vocab) if opts.draft_vocab else None
+    drafter = build(opts, Shape(**about["shape"]), stand_in)
+    load_tensors(drafter, tensors, f"drafter={folder}")
     try:
-        drafter = build(opts, Shape(**about["shape"]), tensors.get("token_map"))
+        if drafter.vocab_map is not None:
+            checked_map(drafter.vocab_map, drafter.shape.vocab)
     except ValueError as error:
         raise Refusal(f"drafter={folder}: {error}") from error
-    load_tensors(drafter, tensors, f"drafter={folder}")
     drafter.to(target.device, DTYPES[dtype or about["dtype"]]).eval().requires_grad_(False)
     drafter.borrow(target)
     return drafter, about
