@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.data.conversations import load_tokenizer, stop_ids
+from paceline.data.conversations import load_tokenizer, stop_ids, template_hash
 from paceline.decode import VERIFIERS, Decoder, DynamicShape, Sampler, shape_of
 from paceline.models.drafter import Shape, build, options
 from paceline.models.errors import Refusal
@@ -57,6 +57,8 @@ def runtime(cfg: Any) -> Runtime:
     drafter = None
     if about:
         drafter, about = load_export(cfg.drafter, target, cfg.dtype)
+        if about["target"].get("template_sha256") not in (None, template_hash(tokenizer)):
+            print("paceline: the drafter was trained under another chat template; it will guess worse", file=sys.stderr)
     elif cfg.drafter == "ngram":
         drafter = build(cfg.ngram, Shape.of(target))
     asked, paths = cfg.decode, (about.get("tree") or {}).get("paths", ())
