@@ -97,7 +97,7 @@ def _discard(place: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def load(place: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
+def load(place: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> dict[str, Any]:
     """Put a checkpoint back into module, optimiser and torch's generator; returns its state.
 
     Raises Refusal: what is missing or damaged.
@@ -115,6 +115,8 @@ def load(place: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank:
         rng = load_file(place / "rng.safetensors")
     except Exception as error:  # safetensors raises kinds of its own
         raise Refusal(f"{where}: cannot be read ({error})") from error
+    if len(rng) < world:
+        raise Refusal(f"{where}: saved by {len(rng)} processes, cannot go on with {world}")
     load_tensors(module, tensors, where)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     known = {key.partition("|")[0] for key in moments}
@@ -124,7 +126,5 @@ def load(place: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank:
         name, _, kind = key.partition("|")
         # the step count of a fused AdamW lives where the parameter lives
         optimizer.state[trained[name]][kind] = value.to(trained[name].device)
-    if f"rank{rank}" not in rng:
-        raise Refusal(f"{where}: saved by {len(rng)} processes, resumed by more")
     torch.set_rng_state(rng[f"rank{rank}"])
     return state

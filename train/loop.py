@@ -3,6 +3,7 @@
 Owns the run: its folder, its order of steps, what is kept. Knows no method: a drafter is whatever `models.build` makes.
 """
 
+import atexit
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -68,7 +69,8 @@ def fit(cfg: Any) -> None:
             # once in a while: save everything an exact resume needs
             if last or number % cfg.train.save_every == 0:
                 _save(cfg, record, number, drafter, optimizer, accelerator)
-    accelerator.end_training()
+    # not at once: processes that have parted do not meet again, and --multirun may have another run for them
+    atexit.register(accelerator.end_training)
 
 
 # ---------------------------------------------------------------- build
@@ -136,7 +138,7 @@ def _resumed(
     place = record.resume_from()
     if place is None:
         return 0
-    state = checkpoint.load(place, drafter, optimizer, accelerator.process_index)
+    state = checkpoint.load(place, drafter, optimizer, accelerator.process_index, accelerator.num_processes)
     record.restore(state, place)
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
