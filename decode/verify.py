@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.decode.tree import DraftTree
 
+BLOCK = 128  # ids summed at a time where a token is drawn
 Place = tuple[int, int]  # (row key, absolute position of the token being chosen)
 
 
@@ -57,11 +59,18 @@ class Sampler:
 
     def pick(self, probs: Tensor, places: Sequence[Place], draw: int = 0) -> list[int]:
         """[R, V] distributions, not necessarily normalised -> a token each, by the inverse of the cumulative sum."""
-        total = probs.double().cumsum(-1)
+        # The sum in two levels, blocks and then inside the one that is hit: float64, without a [R, V] float64 tensor.
+        rows = torch.arange(len(probs), device=probs.device)
+        blocks = functional.pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+        mass = blocks.sum(-1, dtype=torch.float64)
+        below = mass.cumsum(-1)
         noise = [self.uniform(place, draw) for place in places]
-        level = torch.tensor(noise, dtype=torch.float64, device=probs.device)[:, None] * total[:, -1:]
-        chosen = torch.searchsorted(total, level, right=True)[:, 0]
-        return torch.minimum(chosen, _last_possible(probs)).tolist()
+        level = torch.tensor(noise, dtype=torch.float64, device=probs.device)[:, None] * below[:, -1:]
+        block = torch.minimum(torch.searchsorted(below, level, right=True)[:, 0], _last_possible(mass))
+        hit = blocks[rows, block]
+        inside = hit.double().cumsum(-1) + (below - mass)[rows, block, None]
+        chosen = torch.minimum(torch.searchsorted(inside, level, right=True)[:, 0], _last_possible(hit))
+        return (block * BLOCK + chosen).tolist()
 
     def accepts(self, chance: float, place: Place, draw: int) -> bool:
         """One coin with probability `chance` of heads."""
@@ -73,9 +82,9 @@ class Sampler:
         return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def _last_possible(probs: Tensor) -> Tensor:
-    """[R, V] -> the last index of each row with any probability: where rounding must not carry a draw past."""
-    return probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
+def _last_possible(mass: Tensor) -> Tensor:
+    """[R, W] -> the last index of each row with any probability: rounding must not carry a draw past it."""
+    return mass.shape[-1] - 1 - (mass > 0).flip(-1).int().argmax(-1)
 
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:

@@ -22,7 +22,7 @@ class NgramOptions(Options):
 
 @method("ngram")
 class Ngram(Drafter):
-    """The carried feature is where in the row's own text to read on; the state is the token found there, or -1."""
+    """The carried feature is where in the row's own text to read on; the state is the token there, or -1."""
 
     Options = NgramOptions
 
@@ -31,21 +31,22 @@ class Ngram(Drafter):
         self.taps = ()
 
     def read(self, hidden: Tensor) -> Tensor:
-        return hidden.new_zeros(*hidden.shape[:-1], 1, dtype=torch.float64)
+        return hidden.new_full((*hidden.shape[:-1], 2), -1, dtype=torch.float64)
 
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
-        places = feature[..., 0].long().tolist()
+        found = feature.long().tolist()  # per node: where to read now, and where the copied stretch began
         if depth == 0:  # the rows are newly verified text
             for row, (words, count) in enumerate(zip(tokens.tolist(), ctx.count.tolist(), strict=True)):
                 ctx.history[row].extend(words[:count])
-                places[row] = [self._after_last_match(ctx.history[row])] * len(words)
-        found = [
-            [self._token(ctx.history[row], place) for place in places_of_row]
-            for row, places_of_row in enumerate(places)
+                found[row] = [[self._after_last_match(ctx.history[row])] * 2] * len(words)
+        state = [[ctx.history[row][at] if at >= 0 else -1 for at, _ in nodes] for row, nodes in enumerate(found)]
+        # read past the end of the text, the copy goes on with what it has itself drafted: the stretch repeats
+        onward = [
+            [[at + 1 if 0 <= at < len(ctx.history[row]) - 1 else start, start] for at, start in nodes]
+            for row, nodes in enumerate(found)
         ]
-        onward = [[place + 1 if place >= 0 else -1 for place in row] for row in places]
-        as_feature = torch.tensor(onward, dtype=torch.float64, device=feature.device)[..., None]
-        return as_feature, torch.tensor(found, device=feature.device)[..., None]
+        as_feature = torch.tensor(onward, dtype=torch.float64, device=feature.device)
+        return as_feature, torch.tensor(state, device=feature.device)[..., None]
 
     def head(self, state: Tensor, depth: int) -> Tensor:
         known = state >= 0
@@ -59,7 +60,3 @@ class Ngram(Drafter):
                 if text[start : start + length] == ending:
                     return start + length
         return -1
-
-    @staticmethod
-    def _token(text: list[int], place: int) -> int:
-        return text[place] if 0 <= place < len(text) else -1

@@ -52,7 +52,7 @@ ALSO_REFUSED = {
     "method=ngram": ["method:", "nothing to train", "drafter=ngram"],
     "method.name=medussa": ["method.name:", "nearest: medusa"],
     "method.heads=0": ["method.heads:", "greater than 0"],
-    "method.unroll=9": ["method.unroll:", "method.heads=4", "nearest: 4"],
+    "method.unroll=9": ["method.unroll:", "nearest: method.heads=9"],
     "method.draft_vocab=4": ["decode.width:", "method.draft_vocab=4"],
     "decode.tree=chian": ["decode.tree:", "nearest: chain"],
     "decode.temperature=-0.1": ["decode.temperature:", "greater than or equal to 0"],
