@@ -39,7 +39,7 @@ def fit(cfg: Any) -> None:
         where, cfg.dtype, str(accelerator.device), len(tokenizer), cfg.target.quantize, cfg.target.trust_remote_code
     )
     drafter = _drafter(cfg, target, data, tokenizer, record)
-    step = TrainStep(drafter, cfg.train.chunk)
+    step = TrainStep(drafter, cfg.train.chunk, target.vocab)
     optimizer = _optimizer(cfg, drafter)
     loader = Loader(
         data.train,

@@ -49,10 +49,11 @@ class Counts:
 class TrainStep(nn.Module):
     """Unrolls a drafter over a packed batch and sums its loss."""
 
-    def __init__(self, drafter: Drafter, chunk: int = 512):
-        """chunk: supervised positions whose logits exist at once."""
+    def __init__(self, drafter: Drafter, chunk: int = 512, vocab: int | None = None):
+        """chunk: supervised positions whose logits exist at once. vocab: ids from here on only pad the head."""
         super().__init__()
         self.drafter, self.chunk = drafter, chunk
+        self.known = draftable(drafter, vocab)
         self.objective = drafter.options.objective
         self.depths = drafter.unroll
 
@@ -88,10 +89,10 @@ class TrainStep(nn.Module):
         target = None
         if NEEDS_TEACHER & self.objective.keys():
             with torch.no_grad():  # the target at t+1+k has the distribution of the token at t+2+k
-                target = teacher(last[rows - 1]).float().log_softmax(-1)
+                target = teacher(last[rows - 1])[:, : self.known].float().log_softmax(-1)
         losses, rights = [], []
         for k, state in enumerate(states):
-            logits = self.drafter.head(state[(rows - 2 - k).clamp(min=0)], k)
+            logits = self.drafter.head(state[(rows - 2 - k).clamp(min=0)], k)[:, : self.known]
             mask = there[k][rows]
             losses.append((mixed(self.objective, logits, labels[rows], target) * mask).sum())
             rights.append(((logits.argmax(-1) == labels[rows]) & mask).sum())
@@ -127,8 +128,17 @@ def draft_labels(drafter: Drafter, ids: Tensor) -> tuple[Tensor, Tensor]:
     return place * covered, covered
 
 
+def draftable(drafter: Drafter, vocab: int | None) -> int | None:
+    """The first so many draft ids are below `vocab` and can be drafted; None for all."""
+    if vocab is None or drafter.vocab_map is None:
+        return vocab
+    return int((drafter.vocab_map < vocab).sum())
+
+
 @torch.no_grad()
-def ranks(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int, chunk: int = 512) -> Tensor:
+def ranks(
+    drafter: Drafter, batch: Batch, hidden: Tensor, depths: int, vocab: int | None = None, chunk: int = 512
+) -> Tensor:
     """Rank of the true token at each depth, for every position whose successor the target wrote.
 
     Returns [P, K] int64, positions in row-major order of t: 0 where the likeliest draft token is the text's, the draft
@@ -138,18 +148,19 @@ def ranks(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int, chunk: in
     labels, covered = draft_labels(drafter, batch.ids)
     labels = labels.flatten()
     root = predicted(batch, -1).flatten().nonzero()[:, 0]  # flat index of x[t+1], the token the target chose at t
+    known = draftable(drafter, vocab)
     columns = []
     for k, state in enumerate(unrolled(drafter, batch, hidden, depths)):
-        known = F.pad(predicted(batch, k).flatten(), (0, depths))[root + 1 + k]
-        goal = torch.where(known, root + 1 + k, 0)
+        there = F.pad(predicted(batch, k).flatten(), (0, depths))[root + 1 + k]
+        goal = torch.where(there, root + 1 + k, 0)
         column = []
         for part, token in zip((root - 1).split(chunk), goal.split(chunk), strict=True):
-            logits = drafter.head(state.flatten(0, 1)[part], k).float()
+            logits = drafter.head(state.flatten(0, 1)[part], k)[:, :known].float()
             label = labels[token][:, None]
             score = logits.gather(1, label)
             # ties go to the lower draft id, as with argmax
             earlier = torch.arange(logits.shape[1], device=logits.device) < label
             rank = ((logits > score) | ((logits == score) & earlier)).sum(1)
             column.append(torch.where(covered.flatten()[token], rank, logits.shape[1]))
-        columns.append(torch.where(known, torch.cat(column), BEYOND))
+        columns.append(torch.where(there, torch.cat(column), BEYOND))
     return torch.stack(columns, 1)

@@ -48,7 +48,7 @@ class Yardstick:
         exported = as_exported(drafter, self.target, self.cfg.export.dtype)
         decode = self.cfg.decode
         depth = decode.depth or exported.max_depth or exported.unroll
-        there = ranks(exported, self.batch, self._read(exported.taps), depth)
+        there = ranks(exported, self.batch, self._read(exported.taps), depth, self.target.vocab)
         paths = best_static(there, LARGEST_TREE, depth).paths
         shape = shape_of(decode.tree, decode.nodes, decode.depth, decode.width, exported, paths)
         sampler = Sampler(decode.temperature, decode.top_k, decode.top_p, decode.seed)

@@ -1,0 +1,50 @@
+"""The loss keeps its gradient where a drafter is nearly right, and a term says what its name says."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.train.objective import NEEDS_TEACHER, TERMS, mixed
+
+
+def by_hand(name: str, logits: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
+    """[R] from the definitions, in float64."""
+    draft = logits.double().softmax(-1)
+    if name == "ce":
+        return -draft.gather(1, labels[:, None])[:, 0].log()
+    target = teacher.double().exp()
+    return (target * (target / draft).log()).sum(-1)
+
+
+def drafted(rows: int, vocab: int, apart: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft logits in bfloat16, labels, and a teacher whose logits are `apart` from them."""
+    noise = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, vocab, generator=noise)
+    draft = (logits + apart * torch.randn(rows, vocab, generator=noise)).bfloat16()
+    return draft, logits.argmax(-1), logits.bfloat16().float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_every_term_is_its_definition(name: str) -> None:
+    draft, labels, teacher = drafted(8, 64, apart=1.0)
+    found = TERMS[name](draft.float(), labels, teacher)
+    torch.testing.assert_close(found.double(), by_hand(name, draft, labels, teacher), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_bfloat16_logits_lose_less_than_a_hundredth_of_the_gradient(name: str) -> None:
+    draft, labels, teacher = drafted(8, 4096, apart=1e-2)
+    ours = draft.clone().requires_grad_()
+    mixed({name: 1.0}, ours, labels, teacher).sum().backward()
+    exact = draft.double().requires_grad_()
+    by_hand(name, exact, labels, teacher).sum().backward()
+    assert ours.grad is not None and exact.grad is not None
+    assert (ours.grad.double() - exact.grad).norm() < 1e-2 * exact.grad.norm()
+
+
+def test_a_mix_is_the_weighted_sum_and_asks_a_teacher_only_where_it_is_used() -> None:
+    draft, labels, teacher = drafted(8, 64, apart=1.0)
+    ce, kl = (TERMS[name](draft.float(), labels, teacher) for name in ("ce", "kl"))
+    torch.testing.assert_close(mixed({"ce": 0.3, "kl": 0.7}, draft, labels, teacher), 0.3 * ce + 0.7 * kl)
+    for name in TERMS.keys() - NEEDS_TEACHER:
+        mixed({name: 1.0}, draft, labels, None)
