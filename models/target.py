@@ -335,8 +335,10 @@ class Target(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """`tables-layers`: hashes of a strided sample of the weights, as bf16 so that the loaded dtype does not matter.
+        """`tables-layers`: hashes of the signs of a strided sample of the weights, which no dtype changes.
 
+        Rounding to a coarser dtype would not do: bf16 by way of fp16 is not always bf16. A few steps of training flip
+        some of these signs, another layer about half of them.
         Layers that were loaded in 4 or 8 bits cannot be compared: their half is `quantised`.
         """
         shape = [self.hidden, self.layers, self.config.vocab_size, self.config.num_attention_heads]
@@ -347,9 +349,9 @@ class Target(nn.Module):
                 quantised = True
                 continue
             flat = weight.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.bfloat16).contiguous()
+            sample = flat[:: max(1, flat.numel() // 1024)].signbit().cpu()
             digest = layers if weight.ndim > 1 and ".layers." in name else tables
-            digest.update(name.encode() + sample.view(torch.int16).numpy().tobytes())
+            digest.update(name.encode() + sample.numpy().tobytes())
         return f"{tables.hexdigest()[:16]}-{'quantised' if quantised else layers.hexdigest()[:16]}"
 
     @torch.no_grad()

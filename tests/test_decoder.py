@@ -11,7 +11,7 @@ from paceline.models.cache import Cache
 from paceline.models.drafter import Drafter, Shape, build, options
 from paceline.models.errors import Refusal
 from paceline.models.medusa import Medusa
-from paceline.models.target import Target
+from paceline.models.target import Target, folder
 
 NEW = 40
 PROMPTS = [
@@ -86,6 +86,18 @@ def test_plain_decoding_is_transformers_own(target, plain) -> None:
     generation = Decoder(target).generate(PROMPTS, NEW)
     assert generation.tokens == plain
     assert generation.report.mean_acceptance_length == 1.0 and generation.passes == NEW - 1
+
+
+def test_the_tiny_targets_text_is_transformers_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    tiny = Target.load(folder("tiny"), "float32", vocab=260)
+    drafter = build(options("medusa")(name="medusa", heads=3), Shape.of(tiny))
+    drafter.start(tiny)
+    prompt = list(b"A paceline is a file of riders.")
+    said = Decoder(tiny, drafter, FORK).generate([prompt], 64)
+    assert said.tokens[0] == slow_greedy(tiny, prompt, 64)
+    if max(said.tokens[0]) < 260:
+        assert said.tokens[0] == tiny.hf_generate(torch.tensor([prompt]), 64).tolist()
 
 
 @dataclass

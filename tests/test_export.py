@@ -231,7 +231,7 @@ def test_the_folder_above_an_export_is_met_with_the_way_down(target: Target, exp
 def test_a_drafter_for_another_target_is_refused_with_both_fingerprints(target: Target, export: Path) -> None:
     other_layers = target_of("llama", tie_word_embeddings=True)
     with torch.no_grad():
-        other_layers.model.get_submodule("model.layers.2.mlp.up_proj").weight.mul_(2)
+        other_layers.model.get_submodule("model.layers.2.mlp.up_proj").weight.normal_()
     for other in (other_layers, target_of("qwen2"), target_of("llama", num_hidden_layers=2)):
         assert other.fingerprint != target.fingerprint
         with pytest.raises(Refusal) as refusal:

@@ -409,6 +409,18 @@ def test_seeds_rows_positions_and_draws_have_noise_of_their_own() -> None:
     assert abs(sum(noise) / 1000 - 0.5) < 4 * math.sqrt(1 / 12 / 1000)
 
 
+def test_a_pick_is_the_inverse_of_the_cumulative_sum() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(300, 1000, generator=generator) ** 4 * (torch.rand(300, 1000, generator=generator) < 0.1)
+    places = [(row, 0) for row in range(300)]
+    picked = Sampler(1.0).pick(probs, places)
+    noise = torch.tensor([Sampler(1.0).uniform(place) for place in places], dtype=torch.float64)[:, None]
+    below = probs.double().cumsum(-1) / probs.double().sum(-1, keepdim=True)
+    assert picked == (below <= noise).sum(-1).tolist()
+    assert all(probs[row, token] > 0 for row, token in enumerate(picked))
+    assert picked[7:8] == Sampler(1.0).pick(probs[7:8], places[7:8])
+
+
 def test_an_impossible_token_is_never_picked() -> None:
     probs = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]])
 
