@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from paceline.data.conversations import BadData
+
 
 class Written(NamedTuple):
     """What the target wrote after a prompt; `finished` where it ended its turn itself rather than at the limit."""
@@ -17,6 +19,7 @@ class Written(NamedTuple):
 
 Generate = Callable[[list[str]], list[Written]]
 
+FRUITLESS = 5  # batches without one usable user's turn, after which no more are tried
 _MARK = "\u241fhere\u241f"  # stands for the user's words while the template is cut before them
 
 
@@ -38,51 +41,68 @@ def conversations(
     """Records {"messages": [user, assistant], "finished": bool} that the target wrote itself, both sides.
 
     Args:
-        ask: continues the opening of a user's turn. answer: continues a prompt that ends in the opening of an assistant's turn.
+        ask: continues the opening of a user's turn.
+        answer: continues a prompt that ends in the opening of an assistant's turn.
         count: records to write. batch: prompts handed to `ask` and `answer` at a time.
-        known: user turns not to be written again (added to). dropped: counts, by reason, what was thrown away (added to).
+        known: user turns not to be written again (added to).
+        dropped: counts, by reason, what was thrown away (added to).
 
-    A record that is not `finished` was cut at the answer's limit: its end-of-turn is not the target's and must not be learnt.
+    A record that is not `finished` was cut at the answer's limit: its end-of-turn is not the target's, never learnt.
+
+    Raises:
+        BadData: the target writes no usable user's turn.
     """
     known = set() if known is None else known
     dropped = Counter() if dropped is None else dropped
+    special = set(tokenizer.all_special_tokens)
     start = opening(tokenizer)
     written = 0
     pool: list[str] = []  # questions asked and not yet answered
     while written < count:
         wanted = min(batch, count - written)
+        fruitless = 0
         while len(pool) < wanted:
+            before = len(pool)
             for turn in ask([start] * batch):
                 question = turn.text.strip()
-                reason = _fault(turn, question, known)
+                reason = _fault(turn, question, known, special)
                 if reason:
                     dropped[reason] += 1
                 else:
-                    known.add(_folded(question))
+                    known.add(folded(question))
                     pool.append(question)
+            fruitless = 0 if len(pool) > before else fruitless + 1
+            if fruitless == FRUITLESS:
+                reasons = ", ".join(f"{reason} {number}" for reason, number in dropped.most_common())
+                raise BadData(
+                    f"prompt.temperature, prompt.max_tokens: no usable user's turn in {FRUITLESS} batches ({reasons})"
+                )
         questions, pool = pool[:wanted], pool[wanted:]
         prompts = [
             tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True)
             for q in questions
         ]
         for question, reply in zip(questions, answer(prompts), strict=True):
-            if not reply.text.strip():
-                dropped["empty answer"] += 1
+            if not reply.text.strip() or any(token in reply.text for token in special):
+                dropped["answer empty or with special tokens"] += 1
                 continue
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply.text}]
             yield {"messages": messages, "finished": reply.finished}
             written += 1
 
 
-def _fault(turn: Written, question: str, known: set[str]) -> str | None:
+def _fault(turn: Written, question: str, known: set[str], special: set[str]) -> str | None:
     if not turn.finished:
         return "user's turn too long"
     if len(question) < 8:
         return "user's turn too short"
-    if _folded(question) in known:
+    if any(token in question for token in special):  # rendered again it would be structure, not text
+        return "user's turn with special tokens"
+    if folded(question) in known:
         return "user's turn written before"
     return None
 
 
-def _folded(text: str) -> str:
+def folded(text: str) -> str:
+    """What two user's turns have in common that are the same but for case and spaces."""
     return " ".join(text.lower().split())

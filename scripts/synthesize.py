@@ -11,27 +11,41 @@ from pathlib import Path
 from typing import Any
 
 from paceline.conf.entry import entry
+from paceline.models.errors import Refusal
 
 
 def run(cfg: Any) -> None:
     from rich.console import Console
 
     from paceline.data.conversations import load_tokenizer, stop_ids, template_hash
-    from paceline.data.synthesis import Written, conversations
+    from paceline.data.synthesis import Written, conversations, folded
     from paceline.decode import Decoder, Sampler
     from paceline.models.target import Target, folder
     from paceline.scripts.terminal import device_of, progress
 
     where = folder(cfg.target.name, cfg.target.path)
     tokenizer = load_tokenizer(where)
-    target = Target.load(where, cfg.dtype, device_of(cfg.target.device), len(tokenizer), cfg.target.quantize)
+    asked = cfg.target
+    target = Target.load(
+        where, cfg.dtype, device_of(asked.device), len(tokenizer), asked.quantize, asked.trust_remote_code
+    )
     stops = stop_ids(tokenizer)
     decoder = Decoder(target)
     out = Path(cfg.out)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "conversations.jsonl"
-    done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    known = {" ".join(record["messages"][0]["content"].lower().split()) for record in done}
+    provenance = {
+        "made by": "scripts/synthesize.py",
+        "target": cfg.target.path or cfg.target.name,
+        "target_fingerprint": target.fingerprint,
+        "template_sha256": template_hash(tokenizer),
+        "prompt": cfg.prompt.plain(),
+        "answer": cfg.answer.plain(),
+        "seed": cfg.seed,
+        "dtype": cfg.dtype,
+    }
+    done = _continued(file, provenance)
+    known = {folded(record["messages"][0]["content"]) for record in done}
     tokens, keys = 0, len(done) * 1_000_000  # noise is keyed by row: no row of an earlier run may come again
 
     def writer(sampling: Any):
@@ -50,17 +64,6 @@ def run(cfg: Any) -> None:
 
         return generate
 
-    provenance = {
-        "made by": "scripts/synthesize.py",
-        "target": cfg.target.path or cfg.target.name,
-        "target_fingerprint": target.fingerprint,
-        "template_sha256": template_hash(tokenizer),
-        "prompt": cfg.prompt.plain(),
-        "answer": cfg.answer.plain(),
-        "seed": cfg.seed,
-        "dtype": cfg.dtype,
-    }
-    (out / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
     dropped: Counter[str] = Counter()
     console = Console()
     with file.open("a") as sink, progress("conversations", cfg.count, done=len(done)) as bar:
@@ -73,6 +76,23 @@ def run(cfg: Any) -> None:
                 sink.flush()
     reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.most_common()) or "none"
     console.print(f"{file}: {cfg.count} conversations; {tokens} tokens written now; user turns dropped: {reasons}")
+
+
+def _continued(file: Path, provenance: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records that `file` holds whole, a torn last line cut off; refused where they were made otherwise."""
+    beside = file.with_name("provenance.json")
+    if beside.exists():
+        before = json.loads(beside.read_text())
+        for name, value in provenance.items():
+            if before.get(name) != value:
+                was = before.get(name)
+                raise Refusal(f"out={file.parent} was begun with {name}={was}, not {value}: take another out")
+    beside.write_text(json.dumps(provenance, indent=2) + "\n")
+    text = file.read_text() if file.exists() else ""
+    whole, _, torn = text.rpartition("\n")  # not splitlines: text may hold other line ends
+    if torn:
+        file.write_text(whole + "\n" if whole else "")
+    return [json.loads(line) for line in whole.split("\n") if line]
 
 
 main = entry("synthesize", run)

@@ -1,0 +1,338 @@
+"""A run trains what it says, touches nothing else, and leaves a folder that explains itself."""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from runs import VOCAB, checkpoint_of_target, config, contents, digest, metrics, steps
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.conf.entry import load
+from paceline.data.batch import Batch, Loader, pack
+from paceline.data.conversations import Example, load_tokenizer, stop_ids
+from paceline.decode import Decoder, chain
+from paceline.models.drafter import Drafter, Shape, build
+from paceline.models.errors import Refusal
+from paceline.models.export import load_export
+from paceline.models.medusa import MedusaOptions
+from paceline.models.target import DTYPES, Target
+from paceline.train import loop, objective
+from paceline.train.loop import fit
+from paceline.train.step import TrainStep
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint_of_target(tmp_path_factory.mktemp("target"))
+
+
+@dataclass
+class Watched:
+    """What runs hold in memory: target, its bytes before training, drafter, the tensors that the optimiser knows."""
+
+    targets: list[Target] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    drafters: list[Drafter] = field(default_factory=list)
+    optimised: list[set[Tensor]] = field(default_factory=list)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    seen = Watched()
+    load_target, optimizer = Target.load, loop._optimizer
+
+    def loaded(*args: Any) -> Target:
+        seen.targets.append(load_target(*args))
+        seen.before.append(digest(seen.targets[-1]))
+        return seen.targets[-1]
+
+    def optimised(cfg: Any, drafter: Drafter) -> torch.optim.Optimizer:
+        made = optimizer(cfg, drafter)
+        seen.drafters.append(drafter)
+        seen.optimised.append({parameter for group in made.param_groups for parameter in group["params"]})
+        return made
+
+    monkeypatch.setattr(Target, "load", loaded)
+    monkeypatch.setattr(loop, "_optimizer", optimised)
+    return seen
+
+
+# ---------------------------------------------------------------- what a run leaves
+
+
+def test_the_tiny_target_trains_in_seconds_and_its_folder_explains_itself(
+    tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config(tmp_path, target_folder, "train.steps=12", "train.log_every=5", "eval.every=6", "decode.tree=static")
+    fit(cfg)
+    out = tmp_path / "run"
+    assert {path.name for path in out.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "checkpoints",
+        "export",
+        "curve.png",
+    }
+    assert yaml.safe_load((out / "config.yaml").read_text()) == cfg.plain()
+    assert [line["step"] for line in metrics(out)] == [1, 5, 6, 10, 12, 12]
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    losses = [line["loss"] for line in steps(out)]
+    assert all(last < first for first, last in zip(losses[0], losses[-1], strict=True))
+    decoded = {line["step"]: line["mean_acceptance_length"] for line in metrics(out) if "loss" not in line}
+    about = json.loads((out / "export" / "drafter.json").read_text())
+    # the export is the best of the decodes, the earlier of equals
+    assert about["acceptance"]["mean_acceptance_length"] == max(decoded.values())
+    assert about["provenance"]["step"] == max(decoded, key=decoded.__getitem__)
+    shown = capsys.readouterr().out
+    for words in ("supervised tokens:", "⟦supervised", "draft vocabulary 64", "mean acceptance length", "done:"):
+        assert words in shown
+
+
+@pytest.mark.parametrize("output", ["own", "shared"])
+def test_a_run_trains_saves_and_exports_the_drafter_and_nothing_of_the_target(
+    tmp_path: Path, target_folder: Path, watched: Watched, output: str
+) -> None:
+    fit(config(tmp_path, target_folder, f"method.output={output}"))
+    (target,), (drafter,), (optimised,) = watched.targets, watched.drafters, watched.optimised
+    assert target.model.get_output_embeddings().weight is target.model.get_input_embeddings().weight  # tied
+
+    assert digest(target) == watched.before[0]
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters())
+    storage = {parameter.data_ptr() for parameter in target.parameters()}
+    assert not {parameter.data_ptr() for parameter in optimised} & storage
+
+    trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    assert optimised == set(trained.values())
+    place = tmp_path / "run" / "checkpoints" / "step-000003"
+    exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert load_file(place / "drafter.safetensors").keys() == exported.keys() == trained.keys() | {"token_map"}
+    moments = {name.split("|")[0] for name in load_file(place / "optimizer.safetensors")}
+    assert moments == trained.keys()
+
+    fresh = build(drafter.options, drafter.shape, drafter.vocab_map)
+    fresh.start(target)
+    for name, start in fresh.named_parameters():
+        assert not exported[name].equal(start.detach()), f"{name} is exported as it began"
+        assert exported[name].equal(trained[name].detach().cpu())
+
+
+RELOAD = """
+import sys, torch
+from pathlib import Path
+from paceline.models.export import load_export
+from paceline.models.target import Target
+folder = Path(sys.argv[1])
+for run in folder.glob("*-*"):
+    target = Target.load(sys.argv[2], run.name.split("-")[0], "cpu", 259)
+    drafter, about = load_export(run / "run" / "export", target)
+    state = torch.load(folder / "state.pt").to(drafter.dtype)
+    torch.save([drafter.head(drafter.step(state, None, k, None)[1], k) for k in range(4)], run / "logits.pt")
+"""
+
+
+def test_every_pair_of_dtypes_trains_exports_reloads_and_decodes(
+    tmp_path: Path, target_folder: Path, watched: Watched
+) -> None:
+    state = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    torch.save(state, tmp_path / "state.pt")
+    pairs = list(product(("float32", "bfloat16"), repeat=2))
+    for dtype, exported in pairs:
+        folder = tmp_path / f"{dtype}-{exported}"
+        folder.mkdir()
+        output = "shared" if dtype == exported else "own"
+        fit(config(folder, target_folder, f"dtype={dtype}", f"export.dtype={exported}", f"method.output={output}"))
+    subprocess.run([sys.executable, "-c", RELOAD, str(tmp_path), str(target_folder)], check=True, timeout=120)
+
+    for (dtype, exported), target, trained in zip(pairs, watched.targets, watched.drafters, strict=True):
+        folder = tmp_path / f"{dtype}-{exported}"
+        ours = copy.deepcopy(trained).to(DTYPES[exported])
+        for k, theirs in enumerate(torch.load(folder / "logits.pt")):
+            assert ours.head(ours.step(state.to(ours.dtype), None, k, None)[1], k).equal(theirs)
+        drafter, _ = load_export(folder / "run" / "export", target)
+        prompt = [list(range(40, 60))]
+        assert len(Decoder(target, drafter, chain(4)).generate(prompt, 12).tokens[0]) == 12
+        drafter, _ = load_export(folder / "run" / "export", target, dtype)
+        found = Decoder(target, drafter, chain(4)).generate(prompt, 12).tokens
+        if dtype == "float32":
+            assert found == Decoder(target).generate(prompt, 12).tokens
+
+
+def test_the_export_holds_its_vocabulary_and_the_end_of_a_turn_is_in_it(tmp_path: Path, target_folder: Path) -> None:
+    fit(config(tmp_path, target_folder, "method.draft_vocab=16", "decode.width=8"))
+    vocabulary = load_file(tmp_path / "run" / "export" / "model.safetensors")["token_map"]
+    assert len(vocabulary) == 16 and vocabulary.equal(vocabulary.unique()) and vocabulary.max() < 259
+    assert set(stop_ids(load_tokenizer(target_folder))) <= set(vocabulary.tolist())
+    about = json.loads((tmp_path / "run" / "export" / "drafter.json").read_text())
+    assert 0 < about["vocabulary_coverage"] < 1
+    with pytest.raises(Refusal, match="draft_vocab=16 needs a map"):
+        build(MedusaOptions(name="medusa", draft_vocab=16), Shape(32, 2, VOCAB))
+
+
+def test_a_target_smaller_than_the_draft_vocabulary_is_drafted_whole(tmp_path: Path, target_folder: Path) -> None:
+    fit(config(tmp_path, target_folder, "method.draft_vocab=8192"))
+    exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert "token_map" not in exported and exported["lm_heads.0.weight"].shape == (VOCAB, 32)
+
+
+# ---------------------------------------------------------------- how long, and how fast
+
+
+def rates(total: int, **train: Any) -> list[float]:
+    cfg = SimpleNamespace(train=SimpleNamespace(**{"lr": 1.0, "warmup": 0.0, **train}))
+    return [loop._rate(cfg, number, total) for number in range(1, total + 1)]
+
+
+def test_the_learning_rate_follows_its_schedule_and_no_step_is_wasted_at_zero() -> None:
+    assert rates(8, schedule="linear") == pytest.approx([1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+    assert rates(4, schedule="constant") == [1, 1, 1, 1]
+    cosine = [(1 + math.cos(math.pi * i / 8)) / 2 for i in range(8)]
+    assert rates(8, schedule="cosine") == pytest.approx(cosine)
+    assert rates(8, schedule="constant", warmup=0.5) == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1, 1])
+    assert rates(8, schedule="linear", warmup=0.5, lr=10) == pytest.approx([2.5, 5, 7.5, 10, 8, 6, 4, 2])
+
+
+def test_epochs_are_counted_in_steps_of_the_data(tmp_path: Path, target_folder: Path) -> None:
+    fit(config(tmp_path, target_folder, "train.steps=null", "train.epochs=1.5", "train.batch_tokens=600"))
+    counts = json.loads((tmp_path / "run" / "export" / "drafter.json").read_text())["provenance"]
+    (place,) = (tmp_path / "run" / "checkpoints").iterdir()
+    last = int(place.name.removeprefix("step-"))
+    examples = [Example(torch.zeros(n), torch.zeros(n)) for n in (200, 200, 200, 200, 200)]
+    assert Loader(examples, 400).steps(0) == 3
+    assert counts["step"] == last == steps(tmp_path / "run")[-1]["step"]
+    # each document once, and half of them again
+    assert 1.2 < counts["tokens"] / tokens_of_an_epoch(tmp_path, target_folder) < 1.8
+
+
+def tokens_of_an_epoch(folder: Path, target_folder: Path) -> int:
+    data = loop._data(config(folder, target_folder), load_tokenizer(target_folder))
+    return sum(map(len, data.train))
+
+
+# ---------------------------------------------------------------- what must not ruin a run
+
+
+class Spoilt:
+    """A loss term that is not a number in the given optimiser steps (from 1), of one chunk a step."""
+
+    def __init__(self, wrong: set[int], term: objective.Term):
+        self.wrong, self.term, self.calls = wrong, term, 0
+
+    def __call__(self, logits: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
+        self.calls += 1
+        loss = self.term(logits, labels, teacher)
+        return loss * math.nan if (self.calls + 3) // 4 in self.wrong else loss
+
+
+def test_a_step_without_finite_gradients_is_left_out_and_counted(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(objective.TERMS, "kl", Spoilt({2}, objective.kl))
+    fit(config(tmp_path, target_folder, "train.save_every=1", "train.keep=3"))
+    assert [line["skipped"] for line in steps(tmp_path / "run")] == [0, 1, 1]
+    places = [tmp_path / "run" / "checkpoints" / f"step-00000{n}" for n in (1, 2, 3)]
+    first, second, third = (contents(place) for place in places)
+    for file in ("drafter.safetensors", "optimizer.safetensors"):
+        assert first[file] == second[file] != third[file]
+
+
+def test_five_steps_in_a_row_without_finite_gradients_end_the_run(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(objective.TERMS, "kl", Spoilt({2, 4, 5, 6, 7, 8}, objective.kl))
+    with pytest.raises(Refusal, match=r"train.lr=0.01: the gradients of five steps in a row .* \(step 8\)"):
+        fit(config(tmp_path, target_folder, "train.steps=20"))
+    assert steps(tmp_path / "run")[-1]["step"] == 7
+
+
+def updates(target: Target, *parts: list[Batch]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and news after optimiser steps of these micro-batches."""
+    accelerator = Accelerator(cpu=True)
+    drafter = build(MedusaOptions(name="medusa", heads=3), Shape.of(target))
+    drafter.start(target)
+    cfg = SimpleNamespace(train=SimpleNamespace(clip=1.0))
+    step = TrainStep(drafter)
+    trained, optimizer = accelerator.prepare(step, torch.optim.AdamW(drafter.parameters(), lr=1e-2, weight_decay=0.1))
+    for batches in parts:
+        news = loop._update(cfg, accelerator, trained, step, optimizer, target, batches)
+    return {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}, news
+
+
+def test_a_batch_with_nothing_supervised_is_as_if_it_were_absent(target_folder: Path) -> None:
+    target = Target.load(str(target_folder), "float32")
+    draw = torch.Generator().manual_seed(0)
+    batches = [
+        pack([Example(torch.randint(259, (20,), generator=draw), torch.arange(20) >= 5 * i)]) for i in range(1, 4)
+    ]
+    blank = Batch(batches[0].ids, batches[0].positions, batches[0].document, batches[0].supervised & False)
+    without, _ = updates(target, batches)
+    beside, news = updates(target, [batches[0], blank, *batches[1:]])
+    assert not news["skipped"] and not news["empty"]
+    assert all(without[name].equal(beside[name]) for name in without)
+    # alone it moves neither weights nor moments, and is counted
+    alone, news = updates(target, batches, [blank])
+    assert news["empty"] and not news["skipped"] and not any(news["loss"])
+    assert all(without[name].equal(alone[name]) for name in without)
+
+
+# ---------------------------------------------------------------- trackers
+
+
+def test_without_a_tracker_wandb_need_not_be_there_and_with_it_that_is_said(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now fails
+    fit(config(tmp_path, target_folder))
+    with pytest.raises(Refusal, match="tracker=wandb needs wandb"):
+        fit(config(tmp_path, target_folder, "tracker=wandb", f"out={tmp_path}/other"))
+
+
+def written(folder: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Configuration and history of the one offline run in a folder."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    store = DataStore()
+    store.open_for_scan(str(file))
+    tree: dict[str, Any] = {}
+    history = []
+    while (data := store.scan_data()) is not None:
+        record = Record.FromString(data)
+        if record.HasField("run"):
+            tree |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if record.HasField("history"):
+            history.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
+    return tree, history
+
+
+def test_wandb_holds_the_whole_configuration_and_the_last_step_of_a_run_that_broke(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(objective.TERMS, "kl", Spoilt(set(range(4, 9)), objective.kl))
+    cfg = config(tmp_path, target_folder, "tracker=wandb", "train.steps=20")
+    with pytest.raises(Refusal):
+        fit(cfg)
+    tree, history = written(tmp_path / "run")
+    assert {key: tree[key] for key in cfg.plain()} == cfg.plain()
+    assert history[-1]["_step"] == 7 and history[-1]["skipped"] == 4 and "loss/0" in history[2]
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_name(tmp_path: Path, target_folder: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(Refusal, match=r"target.device=cuda:1: there is no such GPU"):
+        fit(config(tmp_path, target_folder, "target.device=cuda:1"))
+    with pytest.raises(Refusal, match="dtype=float16 needs a CUDA GPU"):
+        fit(load("medusa", "dtype=float16", "target=tiny"))
