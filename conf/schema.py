@@ -31,6 +31,7 @@ Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy and torch can both be seeded with
 TopP = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -154,7 +155,7 @@ class Decode(Section):
     temperature: Weight
     top_k: Count
     top_p: TopP
-    seed: int
+    seed: Seed
     exact: bool
 
 
@@ -211,7 +212,7 @@ def method_options(cls: type[Section], options: Any, info: ValidationInfo) -> An
 class TrainConfig(Section):
     """All of a training entry: `fit(cfg)`. `method` is the Options of the drafter class it names."""
 
-    seed: int
+    seed: Seed
     dtype: Dtype
     out: Place | None
     resume: bool | Place
@@ -282,7 +283,7 @@ class _Drafted(Section):
 class EvaluateConfig(_Drafted):
     """All of scripts/evaluate.py. `out` is never None here."""
 
-    seed: int
+    seed: Seed
     hf_baseline: bool
     eval: Eval
     ngram: Any
@@ -318,7 +319,7 @@ class SynthesizeConfig(Section):
 
     count: Positive
     batch: Positive
-    seed: int
+    seed: Seed
     dtype: Dtype
     out: Place
     target: Target

@@ -11,6 +11,7 @@ Knows no tokenizer, prompt format, config or training. Plain decoding is the sam
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from paceline.decode.report import AcceptanceReport
 from paceline.decode.tree import DraftTree, Shape, chain, grow
 from paceline.decode.verify import Sampler, Verdict, walk
+from paceline.models.cache import Cache
 from paceline.models.drafter import Context, Drafter
 from paceline.models.errors import Refusal
 from paceline.models.target import Target
@@ -57,13 +59,19 @@ class Decoder:
     """Speculative decoding of a target with a drafter.
 
     drafter None is plain decoding. shape: who gets children (default: a chain as deep as the drafter was trained).
-    verify: `walk` (exact), `reject` (exact) or `typical` (lossy).
+    verify: `walk` (exact), `reject` (exact) or `typical` (lossy). timed: wait for a GPU at each phase, so that
+    `seconds` tells them apart; slower, and not needed on a CPU.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, shape: Shape | None = None, verify: Verify = walk
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        shape: Shape | None = None,
+        verify: Verify = walk,
+        timed: bool = False,
     ):
-        self.target, self.drafter, self.verify = target, drafter, verify
+        self.target, self.drafter, self.verify, self.timed = target, drafter, verify, timed
         self.shape: Shape = chain(0) if drafter is None else shape or chain(drafter.unroll)
         deepest = None if drafter is None else drafter.max_depth
         if deepest is not None and self.shape.depth > deepest:
@@ -90,6 +98,46 @@ class Decoder:
             rows: key of each row's noise, by default its place in the batch.
         """
         return Stream(self, prompts, max_new_tokens, **options)
+
+
+@dataclass
+class Verified:
+    """Rows of each text that became verified in the last round, which the drafter has still to read.
+
+    hidden [B, J, taps * H]; followers [B, J], the token after each: the last real one is the new root;
+    positions [B, J]; count [B] of them real.
+    """
+
+    hidden: Tensor
+    followers: Tensor
+    positions: Tensor
+    count: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor, words: Tensor, bonus: list[int], positions: Tensor, count: Tensor) -> "Verified":
+        """words [B, J]: the tokens of the rows themselves. [w0 w1 w2] and a bonus b are followed by [w1 w2 b]."""
+        followers = torch.cat([words[:, 1:], words[:, :1]], 1)
+        rows = torch.arange(len(count), device=count.device)
+        followers[rows, count - 1] = torch.tensor(bonus, device=words.device)
+        return cls(hidden, followers, positions, count)
+
+    def preceded(self, first: Tensor) -> "Verified":
+        """With row -1 in front, which reads the first token [B, 1] and has no feature."""
+        none = torch.zeros_like(self.hidden[:, :1])
+        return Verified(
+            torch.cat([none, self.hidden], 1),
+            torch.cat([first, self.followers], 1),
+            torch.cat([torch.full_like(first, -1), self.positions], 1),
+            self.count + 1,
+        )
+
+    @property
+    def roots(self) -> Tensor:
+        """[B], what the target chose last."""
+        return self.followers[torch.arange(len(self.count), device=self.count.device), self.count - 1]
+
+    def select(self, rows: Tensor) -> "Verified":
+        return Verified(self.hidden[rows], self.followers[rows], self.positions[rows], self.count[rows])
 
 
 class Stream(Iterator[Emitted]):
@@ -140,24 +188,26 @@ class Stream(Iterator[Emitted]):
             first = self.sampler.choose(
                 self._logits(ends), [(self.keys[row], len(self._prompts[row])) for row in self._live]
             )
-        followers = torch.cat([ids[:, 1:], ids[:, :1]], 1)
-        followers[torch.arange(len(ids), device=ids.device), count - 1] = torch.tensor(first, device=ids.device)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        history = [prompt[:1] for prompt in self._prompts]
-        yield from self._emit([[token] for token in first], [0] * len(first))
-        hidden, followers, positions, count, history = self._leave(cache, hidden, followers, positions, count, history)
+        verified = Verified.of(hidden, ids, first, positions, count)
+        memory = None
+        if self.drafter is not None:
+            memory = self.drafter.memory(len(ids))
+            if self.drafter.first_row < 0:
+                verified = verified.preceded(ids[:, :1])
+        yield from self._emit([[token] for token in first])
+        verified, memory = self._leave(cache, verified, memory)
 
         while self._live:
             with self._timed("draft"):
-                roots = followers[torch.arange(len(count), device=count.device), count - 1]
                 if self.drafter is None:
-                    tree = DraftTree.root(roots)
+                    tree = DraftTree.root(verified.roots)
                 else:
                     # the last token a row may still say is a bonus token, never worth a draft
                     allowed = [self.limit - len(self.generation.tokens[row]) - 1 for row in self._live]
-                    feature = self.drafter.read(hidden)
-                    rows = Context(positions, count, history)
-                    tree = grow(self.drafter, shape, feature, followers, rows, allowed, self.target.vocab)
+                    ctx = Context(verified.positions, verified.count, memory)
+                    feature = self.drafter.read(verified.hidden)
+                    tree = grow(self.drafter, shape, feature, verified.followers, ctx, allowed, self.target.vocab)
             with self._timed("target"):
                 hidden, last = self.target(tree.tokens, taps, tree=tree.ancestors, cache=cache)
                 logits = self._logits(last)
@@ -171,26 +221,26 @@ class Stream(Iterator[Emitted]):
                 self.target.keep(cache, nodes, count)
                 hidden = hidden.gather(1, nodes[..., None].expand(-1, -1, hidden.shape[-1]))
                 words = tree.tokens.gather(1, nodes)
-                followers = torch.cat([words[:, 1:], words[:, :1]], 1)
-                followers[torch.arange(len(count), device=ids.device), count - 1] = torch.tensor(
-                    verdict.bonus, device=ids.device
-                )
                 positions = (cache.length - count)[:, None] + torch.arange(nodes.shape[1], device=ids.device)
+                verified = Verified.of(hidden, words, verdict.bonus, positions, count)
             fresh = [
                 [*row_words[1:row_count], bonus]
                 for row_words, row_count, bonus in zip(words.tolist(), count.tolist(), verdict.bonus, strict=True)
             ]
-            yield from self._emit(fresh, [len(path) - 1 for path in verdict.paths], tree)
-            hidden, followers, positions, count, history = self._leave(
-                cache, hidden, followers, positions, count, history
-            )
+            yield from self._emit(fresh, tree, verdict.paths)
+            verified, memory = self._leave(cache, verified, memory)
 
     def _logits(self, last: Tensor) -> Tensor:
         """[..., H] -> logits over the ids the tokenizer knows: rows that only pad the table are never chosen."""
         return self.target.head(last)[..., : self.target.vocab]
 
-    def _emit(self, fresh: list[list[int]], drafted: list[int], tree: DraftTree | None = None) -> Iterator[Emitted]:
-        """Append each row's new tokens one by one, up to and including the one that ends it, and count the round."""
+    def _emit(
+        self, fresh: list[list[int]], tree: DraftTree | None = None, paths: list[list[int]] | None = None
+    ) -> Iterator[Emitted]:
+        """Append each row's new tokens one by one, up to and including the one that ends it, and count the round.
+
+        The prompt's pass, which has no tree, is no round.
+        """
         finished = set()
         depth = tree.depth.masked_fill(~tree.real, -1).tolist() if tree is not None else None
         for index, row in enumerate(self._live):
@@ -202,41 +252,44 @@ class Stream(Iterator[Emitted]):
                 if token in self.eos or len(tokens) >= self.limit or (self.stop is not None and self.stop(tokens)):
                     finished.add(row)
                     break
-            used = min(drafted[index], len(taken))
-            if depth is not None:
+            used = 0
+            if tree is not None and paths is not None and depth is not None:
+                path = paths[index]
+                used = min(len(path) - 1, len(taken))
                 # a round cut short was offered only what lies at or before the cut
                 cut = len(taken) if row in finished else len(depth[index])
-                offered = [d for d in depth[index] if 0 < d <= cut]
-                self.generation.reports[row].add(used, max(offered, default=0), len(offered), len(taken))
+                proposed = sum(0 < d <= cut for d in depth[index])
+                children = bool((tree.parents[index, : tree.size[index]] == path[-1]).any())
+                deepest = min(max(depth[index]), cut)
+                offered = min(len(path) - 1 + children, cut)
+                self.generation.reports[row].add(used, offered, proposed, len(taken), deepest)
             yield Emitted(row, taken, used, row in finished)
         self._finished = finished
 
-    def _leave(
-        self, cache, hidden: Tensor, followers: Tensor, positions: Tensor, count: Tensor, history: list[list[int]]
-    ):
+    def _leave(self, cache: Cache, verified: "Verified", memory: Any) -> tuple["Verified", Any]:
         """Finished rows leave the batch."""
         if self._finished:
             stay = [index for index, row in enumerate(self._live) if row not in self._finished]
             self._live = [self._live[index] for index in stay]
             if stay:
-                rows = torch.tensor(stay, device=count.device)
+                rows = torch.tensor(stay, device=verified.count.device)
                 cache.select(rows)
-                hidden, followers, positions, count = hidden[rows], followers[rows], positions[rows], count[rows]
-                history = [history[index] for index in stay]
-        return hidden, followers, positions, count, history
+                verified = verified.select(rows)
+                memory = None if memory is None else memory.select(stay)
+        return verified, memory
 
     def _timed(self, phase: str) -> "_Timer":
-        return _Timer(self.generation.seconds, phase, self.target.device)
+        return _Timer(self.generation.seconds, phase, self.target.device if self.decoder.timed else None)
 
 
 class _Timer:
-    """Adds the seconds of a block to `seconds[phase]`, having waited for a GPU, whose work would count elsewhere."""
+    """Adds the seconds of a block to `seconds[phase]`; waits for `device`, a GPU, whose work would count elsewhere."""
 
-    def __init__(self, seconds: dict[str, float], phase: str, device: torch.device):
+    def __init__(self, seconds: dict[str, float], phase: str, device: torch.device | None):
         self.seconds, self.phase, self.device = seconds, phase, device
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
+        if self.device is not None and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 

@@ -23,7 +23,7 @@ class AcceptanceReport:
     """Additive counts over rounds.
 
     accepted[i]: rounds that accepted at least i draft tokens (accepted[0] = rounds).
-    offered[i]: rounds that accepted at least i-1 and offered a draft at depth i.
+    offered[i]: rounds that accepted at least i-1 and offered an i-th draft after those.
     nodes: draft tokens proposed. rounds: target passes that verified (or merely decoded). emitted: tokens they gave.
     """
 
@@ -33,15 +33,17 @@ class AcceptanceReport:
     rounds: int = 0
     emitted: int = 0
 
-    def add(self, accepted: int, offered: int, nodes: int, emitted: int) -> None:
-        """Count one round: drafts accepted, greatest depth offered, draft tokens proposed, tokens emitted.
+    def add(self, accepted: int, offered: int, nodes: int, emitted: int, depth: int = 0) -> None:
+        """Count one round: drafts accepted, offered along the accepted path, proposed in all; tokens emitted.
+
+        depth: of the deepest draft, accepted or not: how many positions are told apart.
 
         A round ended by EOS, a stop string or the limit hands in only what lies at or before the cut.
         """
         self.rounds += 1
         self.nodes += nodes
         self.emitted += emitted
-        self._widen(max(accepted, offered) + 1)
+        self._widen(max(accepted, offered, depth) + 1)
         for i in range(accepted + 1):
             self.accepted[i] += 1
         for i in range(1, min(offered, accepted + 1) + 1):

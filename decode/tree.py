@@ -200,7 +200,7 @@ def grow(
     if vocab is not None and vocab < drafter.shape.vocab:
         known = vocab if drafter.vocab_map is None else int((drafter.vocab_map < vocab).sum())
     level = _Level(onward[rows, last][:, None], state[rows, last][:, None], tree.logp, torch.zeros_like(tree.parents))
-    at = Context((ctx.positions[rows, last] + 1)[:, None], torch.ones_like(ctx.count), ctx.history)
+    at = Context(ctx.positions[rows, last][:, None], torch.ones_like(ctx.count), ctx.memory)
     if isinstance(shape, StaticShape):
         tree = _unfold_static(drafter, shape, tree, level, at, known)
     else:
@@ -236,11 +236,17 @@ def _children(drafter: Drafter, level: _Level, depth: int, width: int, known: in
 def _descend(
     drafter: Drafter, level: _Level, parent: Tensor, tokens: Tensor, depth: int, ctx: Context
 ) -> tuple[Tensor, Tensor]:
-    """Step into the chosen children: parent [B, m] indices within the level, tokens [B, m] -> feature', state."""
-    if not drafter.reads_tokens:  # every node of the level carries the same feature: one is enough
-        return drafter.step(level.feature[:, :1], tokens[:, :1], depth, ctx)
-    feature = level.feature.gather(1, parent[..., None].expand(-1, -1, level.feature.shape[-1]))
-    return drafter.step(feature, tokens, depth, ctx)
+    """Step into the chosen children: parent [B, m] indices within the level, tokens [B, m] -> feature', state.
+
+    ctx: the root's row; a node at depth k stands k places further.
+    """
+    if drafter.reads_tokens:
+        feature = level.feature.gather(1, parent[..., None].expand(-1, -1, level.feature.shape[-1]))
+    else:  # every node of the level carries the same feature: one is enough
+        feature, tokens = level.feature[:, :1], tokens[:, :1]
+    nodes = tokens.shape[1]
+    at = Context((ctx.positions + depth).expand(-1, nodes), torch.full_like(ctx.count, nodes), ctx.memory)
+    return drafter.step(feature, tokens, depth, at)
 
 
 def _unfold_static(
@@ -266,7 +272,6 @@ def _unfold_static(
             )
             index = torch.tensor([first + i for i in going], device=ids.device).expand(len(ids), -1)
             level = _Level(feature, state, joint[:, going], index)
-            ctx = Context(ctx.positions + 1, ctx.count, ctx.history)
         first += len(paths)
     return _joined(parts)
 
@@ -287,7 +292,6 @@ def _unfold_dynamic(
             parent, tokens, joint = parent.gather(1, best), tokens.gather(1, best), joint.gather(1, best)
             feature, state = _descend(drafter, level, parent, tokens, depth + 1, ctx)
             level = _Level(feature, state, joint, first + best)
-            ctx = Context(ctx.positions + 1, ctx.count, ctx.history)
         first += n * width
     whole = _joined(parts)
     # a node is never likelier than its parent; equal ones keep the earlier, so the parent of a kept node is kept

@@ -60,6 +60,7 @@ class Sampler:
     def pick(self, probs: Tensor, places: Sequence[Place], draw: int = 0) -> list[int]:
         """[R, V] distributions, not necessarily normalised -> a token each, by the inverse of the cumulative sum."""
         # The sum in two levels, blocks and then inside the one that is hit: float64, without a [R, V] float64 tensor.
+        probs = probs.cpu() if probs.device.type == "mps" else probs  # which has no float64
         rows = torch.arange(len(probs), device=probs.device)
         blocks = functional.pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
         mass = blocks.sum(-1, dtype=torch.float64)

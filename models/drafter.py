@@ -10,16 +10,20 @@ Tokens, positions and the attention mask are the caller's, and reach `step` thro
 """
 
 import importlib
+import math
 import pkgutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 from torch import Tensor, nn
 
 from paceline.models.errors import Refusal
 from paceline.models.target import Target
+
+# What a drafter may be trained to minimise; train/objective.py computes each.
+LOSS_TERMS = {"kl", "ce"}
 
 
 class Options(BaseModel):
@@ -32,7 +36,22 @@ class Options(BaseModel):
     draft_vocab: PositiveInt | None = None
     taps: tuple[int, ...] = (-1,)
     objective: dict[str, float] = {"kl": 1.0}
-    decay: float = 0.8
+    decay: float = Field(default=0.8, gt=0, le=1)
+
+    @field_validator("objective")
+    @classmethod
+    def _something_to_minimise(cls, objective: dict[str, float]) -> dict[str, float]:
+        """The terms that count."""
+        for name, weight in objective.items():
+            if name not in LOSS_TERMS:
+                raise Refusal(f"method.objective.{name}: no such loss term; one of {', '.join(sorted(LOSS_TERMS))}")
+            if not 0 <= weight < math.inf:
+                raise Refusal(f"method.objective.{name}: {weight} is refused, a weight is 0 or more; nearest: 0")
+        if not any(objective.values()):
+            raise Refusal(
+                "method.objective: every weight is 0, nothing would be learnt; nearest: method.objective.kl=1"
+            )
+        return {name: weight for name, weight in objective.items() if weight}
 
     def depth_limit(self) -> int | None:
         """Draft tokens that this method can put in a row; None for as many as asked."""
@@ -60,13 +79,14 @@ class Shape:
 class Context:
     """What the caller of `step` owns.
 
-    positions [B, N] of the rows' features; count [B] rows that are real, the rest of N is padding;
-    history: each batch row's verified tokens so far, for drafters that look back at text.
+    positions: [B, N] of the rows in the text, t + depth for a chain that starts at feature t.
+    count: [B] rows that are real; the rest of N is padding.
+    memory: what the drafter keeps of each row's verified text between rounds (`Drafter.memory`); None in training.
     """
 
     positions: Tensor
     count: Tensor
-    history: list[list[int]] = field(default_factory=list)
+    memory: Any = None
 
 
 class Drafter(nn.Module):
@@ -76,7 +96,7 @@ class Drafter(nn.Module):
         max_depth: depths that exist (only this refuses a tree), None for as deep as asked.
         unroll: depths trained. taps: hidden states read, in `Target.forward`'s numbering.
         reads_tokens: False where all nodes of one depth share their logits (Medusa).
-        first_row: 0, or -1 for drafters that read tokens only.
+        first_row: 0, or -1 for drafters of tokens only: row -1 reads x[0], without a feature.
         position_offset: added to a row's position for rotary embeddings.
         vocab_map: [D] int64 target id of each draft id, ascending; None where D == V.
     """
@@ -115,6 +135,13 @@ class Drafter(nn.Module):
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
         """[B, N, F] features, [B, N] tokens that follow -> feature' [B, N, F'] for the children, state [B, N, H]."""
         raise NotImplementedError
+
+    def memory(self, rows: int) -> Any:
+        """What this drafter keeps between rounds of decoding `rows` texts, empty; `select(rows)` of it keeps some.
+
+        `step` fills it at depth 0, whose rows are newly verified text; nothing drafted may enter.
+        """
+        return None
 
     def head(self, state: Tensor, depth: int) -> Tensor:
         """[..., H] -> draft logits [..., D]."""

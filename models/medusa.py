@@ -1,7 +1,8 @@
 """Medusa heads: H independent heads on the frozen target's last hidden state (Cai et al. 2024).
 
 Head k maps the post-norm state at t, which has chosen x[t+1], to x[t+2+k]. It reads no token, so all nodes of one depth
-share their logits. Parameter names are those vLLM (up to 0.32) reads, so the export loads there unchanged.
+share their logits. Parameter names are those vLLM (up to 0.32) reads, so an export of heads with matrices of their own
+can be read there unchanged.
 """
 
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from paceline.models.target import Head, Target
 
 
 class MedusaOptions(Options):
-    """heads: depths. blocks: residual layers of each. head: its `own` output matrix, or `shared` with the target."""
+    """heads: depths. blocks: residual layers of each. output: its `own` matrix, or the target's `shared` one."""
 
     heads: PositiveInt = 4
     blocks: PositiveInt = 1
@@ -76,6 +77,8 @@ class Medusa(Drafter):
             self._shared = target.head.rows(self.vocab_map)
 
     def engine_config(self) -> dict[str, Any]:
+        if self.options.output == "shared":  # vLLM's heads always have matrices of their own
+            return {}
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",

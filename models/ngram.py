@@ -1,13 +1,14 @@
 """Prompt lookup: drafts what followed the last occurrence of the text's own ending. Nothing is trained (Saxena 2023).
 
-The training-free reference every trained drafter should beat. Keeps each row's verified tokens in `Context.history`.
+The training-free reference every trained drafter should beat. What it remembers of each row is the row's verified text.
 """
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from paceline.models.drafter import Context, Drafter, Options, Shape, method
+from paceline.models.errors import Refusal
 
 
 class NgramOptions(Options):
@@ -16,8 +17,23 @@ class NgramOptions(Options):
     longest: int = Field(default=3, ge=1)
     shortest: int = Field(default=1, ge=1)
 
+    @model_validator(mode="after")
+    def _ordered(self) -> "NgramOptions":
+        if self.shortest > self.longest:
+            raise Refusal(
+                f"ngram.shortest: {self.shortest} is more than ngram.longest={self.longest}; nearest: {self.longest}"
+            )
+        return self
+
     def trained(self) -> bool:
         return False
+
+
+class Texts(list[list[int]]):
+    """The verified tokens of each row."""
+
+    def select(self, rows: list[int]) -> "Texts":
+        return Texts(self[row] for row in rows)
 
 
 @method("ngram")
@@ -25,27 +41,31 @@ class Ngram(Drafter):
     """The carried feature is where in the row's own text to read on; the state is the token there, or -1."""
 
     Options = NgramOptions
+    first_row = -1
 
     def __init__(self, options: NgramOptions, shape: Shape, vocab_map: Tensor | None = None):
         super().__init__(options, shape)
         self.taps = ()
 
+    def memory(self, rows: int) -> "Texts":
+        return Texts([] for _ in range(rows))
+
     def read(self, hidden: Tensor) -> Tensor:
-        return hidden.new_full((*hidden.shape[:-1], 2), -1, dtype=torch.float64)
+        return hidden.new_full((*hidden.shape[:-1], 2), -1, dtype=torch.long)
 
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
-        found = feature.long().tolist()  # per node: where to read now, and where the copied stretch began
+        found = feature.tolist()  # per node: where to read now, and where the copied stretch began
         if depth == 0:  # the rows are newly verified text
             for row, (words, count) in enumerate(zip(tokens.tolist(), ctx.count.tolist(), strict=True)):
-                ctx.history[row].extend(words[:count])
-                found[row] = [[self._after_last_match(ctx.history[row])] * 2] * len(words)
-        state = [[ctx.history[row][at] if at >= 0 else -1 for at, _ in nodes] for row, nodes in enumerate(found)]
+                ctx.memory[row].extend(words[:count])
+                found[row] = [[self._after_last_match(ctx.memory[row])] * 2] * len(words)
+        state = [[ctx.memory[row][at] if at >= 0 else -1 for at, _ in nodes] for row, nodes in enumerate(found)]
         # read past the end of the text, the copy goes on with what it has itself drafted: the stretch repeats
         onward = [
-            [[at + 1 if 0 <= at < len(ctx.history[row]) - 1 else start, start] for at, start in nodes]
+            [[at + 1 if 0 <= at < len(ctx.memory[row]) - 1 else start, start] for at, start in nodes]
             for row, nodes in enumerate(found)
         ]
-        as_feature = torch.tensor(onward, dtype=torch.float64, device=feature.device)
+        as_feature = torch.tensor(onward, device=feature.device)
         return as_feature, torch.tensor(state, device=feature.device)[..., None]
 
     def head(self, state: Tensor, depth: int) -> Tensor:

@@ -181,7 +181,7 @@ class Target(nn.Module):
 
     Attributes:
         hidden: H. layers: L. vocab: ids the tokenizer knows (rows beyond are padding and never chosen).
-        window: tokens that a windowed attention can see, None where every layer sees all.
+        window: longest text, where attention is windowed or rotary angles depend on the length; None without limit.
         fingerprint: identifies the weights whatever dtype they were loaded in.
     """
 
@@ -400,7 +400,7 @@ class Target(nn.Module):
 
     def _within_window(self, tokens: int, what: str, advice: str) -> None:
         if self.window is not None and tokens > self.window:
-            raise Refusal(f"this target's attention window is {self.window} tokens, and {what} need {tokens}: {advice}")
+            raise Refusal(f"this target's window is {self.window} tokens, and {what} need {tokens}: {advice}")
 
     def _check_tables(self) -> None:
         """`embed` and `head` must be the model's own arithmetic: tried once on four tokens, refused if they are not."""
@@ -428,12 +428,17 @@ def _number(config, name: str, default: float) -> float:
 
 
 def _window(config) -> int | None:
+    """Tokens beyond which a pass would not see, or not turn, its keys as the passes before it did."""
     types = getattr(config, "layer_types", None)
     windowed = types is None or any(kind != "full_attention" for kind in types)
     size = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    if not windowed or not size or getattr(config, "use_sliding_window", True) is False:
-        return None
-    return int(size)
+    limits = [int(size)] if windowed and size and getattr(config, "use_sliding_window", True) is not False else []
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        # these turn every key anew once a text is longer than the model was trained for: old keys no longer fit
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            limits.append(int(kind.get("original_max_position_embeddings") or config.max_position_embeddings))
+    return min(limits, default=None)
 
 
 def _body(model: Any) -> nn.Module:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from paceline.models.cache import Cache
 from paceline.models.drafter import Context, Drafter, Options, Shape
+from paceline.models.ngram import Texts
 from paceline.models.target import Target
 
 VOCAB = 64
@@ -116,6 +117,11 @@ class Dictated(Drafter):
     rank: text position -> rank of the true token among the drafts there: 0 is right, a high one a miss, None silence.
     """
 
+    first_row = -1
+
+    def memory(self, rows: int) -> Texts:
+        return Texts([] for _ in range(rows))
+
     def __init__(self, texts: Sequence[Sequence[int]], rank: Callable[[int], int | None] = lambda place: 0):
         super().__init__(Options(name="dictated", taps=(), unroll=4), Shape(32, 3, VOCAB))
         self.texts, self.rank = [list(text) for text in texts], rank
@@ -128,7 +134,7 @@ class Dictated(Drafter):
         if depth == 0:
             feature = feature.clone()
             for row, (words, count) in enumerate(zip(tokens.tolist(), ctx.count.tolist(), strict=True)):
-                known = ctx.history[row]
+                known = ctx.memory[row]
                 known.extend(words[:count])
                 which = [i for i, text in enumerate(self.texts) if text[: len(known)] == known]
                 assert which, f"row {row} says {known}, which is none of the texts"

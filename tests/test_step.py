@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.data.batch import Batch, pack
 from paceline.data.conversations import Example
 from paceline.decode import Decoder, chain
+from paceline.models import drafter as drafters
 from paceline.models.drafter import Context, Drafter, Options, Shape, build
 from paceline.models.medusa import MedusaOptions
 from paceline.models.target import Head, Target
@@ -193,6 +194,7 @@ def test_an_oracle_loses_nothing_at_any_depth_and_much_where_the_text_is_shifted
 def test_a_loss_of_one_a_token_is_reported_as_one_at_every_depth(
     vocab_map: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(drafters, "LOSS_TERMS", {"one"})
     monkeypatch.setitem(objective.TERMS, "one", lambda logits, labels, teacher: torch.ones(len(logits)))
     batch, hidden = texts(), noise(2, WIDTH, HIDDEN)
     step = TrainStep(medusa(vocab_map, weights={"one": 1.0}), chunk=5)

@@ -101,11 +101,12 @@ class TrainStep(nn.Module):
 
 def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int) -> list[Tensor]:
     """The states [B, T, H] of depths 0..K-1, every position a chain of its own fed with the true text."""
-    ctx = Context(batch.positions, torch.full_like(batch.ids[:, 0], batch.ids.shape[1]))
+    everything = torch.full_like(batch.ids[:, 0], batch.ids.shape[1])
     feature = drafter.read(hidden)
     states = []
     for k in range(depths):
         # [x0 x1 x2 x3] -> k=0: [x1 x2 x3 x0], k=1: [x2 x3 x0 x1]; what wraps around predicts nothing that is supervised
+        ctx = Context(batch.positions + k, everything)
         feature, state = drafter.step(feature, batch.ids.roll(-1 - k, 1), k, ctx)
         states.append(state)
     return states
