@@ -96,12 +96,12 @@ class Dataset:
 # The tokenizer and its chat template
 
 
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The fast tokenizer in `folder` (or of that hub id); BadData if it is missing, slow or without chat template."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise BadData(f"target.path: no tokenizer in {folder}: {_first_line(error)}") from error
     if not tokenizer.is_fast:

@@ -30,6 +30,18 @@ from paceline.models.errors import Refusal
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
+def device_of(name: str) -> str:
+    """The device that `target.device` names; `auto` is the GPU where there is one. Raises Refusal for a missing one."""
+    kind, _, index = name.partition(":")
+    if kind == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise Refusal(f"target.device={name}: there is no such GPU here; nearest: auto")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise Refusal("target.device=mps: there is no such GPU here; nearest: auto")
+    return name
+
+
 # ---------------------------------------------------------------- where a target's checkpoint lies
 
 

@@ -20,8 +20,7 @@ from paceline.decode import VERIFIERS, Decoder, DynamicShape, Sampler, shape_of
 from paceline.models.drafter import Shape, build, options
 from paceline.models.errors import Refusal
 from paceline.models.export import describe, load_export
-from paceline.models.target import Target, folder
-from paceline.scripts.terminal import device_of
+from paceline.models.target import Target, device_of, folder
 
 
 @dataclass
@@ -45,11 +44,12 @@ def runtime(cfg: Any) -> Runtime:
     about = describe(cfg.drafter) if cfg.drafter not in ("none", "ngram") else {}
     name, path = _target_of(cfg, about)
     where = folder(name, path)
-    tokenizer = load_tokenizer(where)
+    device = device_of(cfg.target.device)
+    tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
     target = Target.load(
         where,
         cfg.dtype,
-        device_of(cfg.target.device),
+        device,
         len(tokenizer),
         cfg.target.quantize,
         cfg.target.trust_remote_code,
@@ -65,8 +65,8 @@ def runtime(cfg: Any) -> Runtime:
     shape = shape_of(asked.tree, asked.nodes, asked.depth, asked.width, drafter, paths)
     return Runtime(
         tokenizer,
-        Decoder(target, drafter, shape, VERIFIERS[asked.verify]),
-        Decoder(target),
+        Decoder(target, drafter, shape, VERIFIERS[asked.verify], timed=True),
+        Decoder(target, timed=True),
         Sampler(asked.temperature, asked.top_k, asked.top_p, asked.seed),
         stop_ids(tokenizer),
         {

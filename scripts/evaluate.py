@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.conf.entry import entry
+from paceline.models.errors import Refusal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,6 +51,7 @@ def run(cfg: Any) -> None:
     asked = prompts(cfg.eval.prompts, cfg.eval.limit)
     ready = runtime(cfg)
     ids = [prompt_ids(ready.tokenizer, prompt.messages) for prompt in asked]
+    _fit(cfg, ready, asked, ids)
     ways = _ways(cfg, ready)
     console = Console()
     if not console.is_terminal:
@@ -79,6 +81,18 @@ def run(cfg: Any) -> None:
     console.print(f"all figures, prompt by prompt: {file}", highlight=False, soft_wrap=True)
     if _faults(report):
         raise SystemExit(1)
+
+
+def _fit(cfg: Any, ready: Runtime, asked: Sequence[Prompt], ids: list[list[int]]) -> None:
+    """Refuse, before anything is measured, a prompt that is too long for the target's window."""
+    window = ready.decoder.target.window
+    longest = max(range(len(ids)), key=lambda row: len(ids[row]))
+    needed = len(ids[longest]) + cfg.eval.max_new_tokens + ready.decoder.shape.nodes
+    if window is not None and needed > window:
+        raise Refusal(
+            f"eval.prompts: prompt {asked[longest].id} with its answer and a draft needs {needed} tokens, "
+            f"this target's window is {window}: leave it out, or lower eval.max_new_tokens"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

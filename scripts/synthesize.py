@@ -20,11 +20,11 @@ def run(cfg: Any) -> None:
     from paceline.data.conversations import load_tokenizer, stop_ids, template_hash
     from paceline.data.synthesis import Written, conversations, folded
     from paceline.decode import Decoder, Sampler
-    from paceline.models.target import Target, folder
-    from paceline.scripts.terminal import device_of, progress
+    from paceline.models.target import Target, device_of, folder
+    from paceline.scripts.terminal import progress
 
     where = folder(cfg.target.name, cfg.target.path)
-    tokenizer = load_tokenizer(where)
+    tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
     asked = cfg.target
     target = Target.load(
         where, cfg.dtype, device_of(asked.device), len(tokenizer), asked.quantize, asked.trust_remote_code

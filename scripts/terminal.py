@@ -39,12 +39,3 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Bar]:
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as show:
         yield Bar(show, show.add_task(what, total=total, completed=done, note=""), done)
-
-
-def device_of(name: str) -> str:
-    """`auto` is the GPU where there is one."""
-    import torch
-
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"

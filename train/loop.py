@@ -18,7 +18,7 @@ from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.errors import Refusal
-from paceline.models.target import Target, folder
+from paceline.models.target import Target, device_of, folder
 from paceline.train import checkpoint
 from paceline.train.record import Record
 from paceline.train.step import TrainStep
@@ -31,7 +31,7 @@ def fit(cfg: Any) -> None:
     set_seed(cfg.seed)
     record = Record(cfg, accelerator)
     where = folder(cfg.target.name, cfg.target.path)
-    tokenizer = load_tokenizer(where)
+    tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
     data = _data(cfg, tokenizer)
     record.show_data(data, tokenizer)
 
@@ -79,12 +79,8 @@ def fit(cfg: Any) -> None:
 def _accelerator(cfg: Any) -> Accelerator:
     """On the device asked for. Without a GPU it must be told so, or two processes would look for one."""
     AcceleratorState._reset_state(reset_partial_state=True)  # in --multirun, the run before may have had another
-    kind, _, index = cfg.target.device.partition(":")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise Refusal(f"target.device={cfg.target.device}: there is no such GPU here; nearest: auto")
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise Refusal("target.device=mps: there is no such GPU here; nearest: auto")
-    cpu = kind == "cpu" or (kind == "auto" and not torch.cuda.is_available())
+    kind, _, index = device_of(cfg.target.device).partition(":")
+    cpu = kind == "cpu"
     if cfg.dtype == "float16" and (cpu or kind == "mps"):
         raise Refusal("dtype=float16 needs a CUDA GPU to train on; nearest: dtype=bfloat16")
     if index:
@@ -102,6 +98,7 @@ def _data(cfg: Any, tokenizer: Any) -> Dataset:
 def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Record) -> Drafter:
     """Float32 weights as the method starts them; the draft vocabulary from the supervised tokens."""
     opts, vocab_map = cfg.method, None
+    target(torch.zeros(1, 1, dtype=torch.long, device=target.device), opts.taps)  # refuses taps that it has not
     if opts.draft_vocab and opts.draft_vocab < target.vocab:
         vocab_map, record.coverage = draft_vocabulary(data.train, opts.draft_vocab, keep=stop_ids(tokenizer))
     elif opts.draft_vocab:  # a small target needs no smaller vocabulary

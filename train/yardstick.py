@@ -17,6 +17,7 @@ from paceline.models.drafter import Drafter, build
 from paceline.models.target import DTYPES, Target
 from paceline.train.step import BEYOND, ranks
 
+GROWING = 3  # prompts whose answers the tree is grown from, for each that is decoded
 LARGEST_TREE = 64  # nodes of the static tree that is kept; smaller ones are its beginning
 
 
@@ -30,17 +31,23 @@ class Measurement:
 
 
 class Yardstick:
-    """Held-out prompts and what the target answers them greedily, computed once."""
+    """Held-out prompts and what the target answers them greedily, computed once.
+
+    The first `eval.held_out_prompts` are decoded; the tree they are decoded with is grown from the answers to others,
+    so that it is not judged on what it was fitted to (unless too few are held out).
+    """
 
     def __init__(self, cfg: Any, target: Target, tokenizer: Any, data: Dataset):
         self.cfg, self.target = cfg, target
         self.eos = stop_ids(tokenizer)
-        chats = [opening(chat) for chat in data.held_out_conversations] or [
-            p.messages for p in bundled_prompts("bench")
-        ]
-        self.prompts = [prompt_ids(tokenizer, chat) for chat in chats[: cfg.eval.held_out_prompts]]
-        answers = Decoder(target).generate(self.prompts, cfg.eval.max_new_tokens, eos=self.eos).tokens
-        self.batch = pack([_written(*pair) for pair in zip(self.prompts, answers, strict=True)]).to(target.device)
+        chats = [opening(chat) for chat in data.held_out_conversations]
+        asked = [ids for ids in (prompt_ids(tokenizer, chat) for chat in chats) if len(ids) <= cfg.data.max_length]
+        asked = asked or [prompt_ids(tokenizer, prompt.messages) for prompt in bundled_prompts("bench")]
+        count = cfg.eval.held_out_prompts
+        self.prompts = asked[:count]
+        others = asked[count : count * (1 + GROWING)] or self.prompts
+        answers = Decoder(target).generate(others, cfg.eval.max_new_tokens, eos=self.eos).tokens
+        self.batch = pack([_written(*pair) for pair in zip(others, answers, strict=True)]).to(target.device)
         self._hidden: dict[tuple[int, ...], Tensor] = {}
 
     def measure(self, drafter: Drafter) -> Measurement:
