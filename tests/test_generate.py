@@ -108,7 +108,7 @@ def test_a_terminal_shows_what_was_drafted(monkeypatch: Any, capsys: Any) -> Non
     generate.run(load("generate", *TINY, *greedy, "drafter=ngram"))
     legend, _, text = capsys.readouterr().out.partition("\n\n")
     assert legend == "\x1b[4;32mdrafted and accepted\x1b[0m, the target's own"
-    assert text.startswith("ta\x1b[4;32mda\x1b[0mta")
+    assert text == "ta" + 2 * "\x1b[4;32mda\x1b[0m" + "ta\n"
     generate.run(load("generate", *TINY, *greedy, "drafter=none"))
     assert capsys.readouterr().out == "tatatata\n"
 
