@@ -33,7 +33,7 @@ def corpus(path: Path, documents: int, seed: int = 0) -> Path:
 
 
 def checkpoint_of_target(folder: Path, tied: bool = True) -> Path:
-    """A random Llama whose greedy text varies, with the bundled tokenizer: what target=hf reads."""
+    """A random Llama whose greedy text varies, with the bundled tokenizer: what target=hf reads. And 24 documents."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -55,19 +55,17 @@ def checkpoint_of_target(folder: Path, tied: bool = True) -> Path:
     model.save_pretrained(folder)
     for file in (ROOT / "models" / "tiny").iterdir():
         shutil.copy(file, folder)
+    corpus(folder / "data.jsonl", 24)
     return folder
 
 
 def options(folder: Path, target: Path, *more: str) -> list[str]:
     """The command line of a small float32 run into `folder` / run."""
-    data = folder / "data.jsonl"
-    if not data.exists():
-        corpus(data, 24)
     small = {
         "target": "hf",
         "target.path": target,
         "data": "jsonl",
-        "data.path": data,
+        "data.path": target / "data.jsonl",
         "data.held_out": 0.1,
         "dtype": "float32",
         "export.dtype": "float32",

@@ -184,6 +184,9 @@ class Record:
             raise Refusal(
                 f"train.lr={self.cfg.train.lr}: the gradients of five steps in a row were not finite (step {number})"
             )
+        if news["skipped"]:  # its loss is no number: it counts as nothing learnt
+            nothing = [0] * len(news["loss"])
+            news = news | {"loss": nothing, "learnt": nothing, "grad_norm": None}
         self._pending.append(news)
         every = self.cfg.train.log_every
         if number % every and number != self.total and number != 1:
@@ -311,7 +314,8 @@ def _wandb(cfg: Any, out: Path) -> Any:
         dir=out,
         config=cfg.plain(),
         id=file.read_text() if file.exists() else None,
-        resume="allow",
+        resume="allow" if file.exists() and cfg.tracker.mode == "online" else None,
+        settings=wandb.Settings(silent=cfg.tracker.mode == "offline"),
     )
     file.write_text(run.id)
     return run
