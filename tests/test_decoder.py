@@ -149,6 +149,40 @@ def test_a_second_branch_is_followed_and_committed(target, plain, texts, shape, 
     assert stream.generation.report.num_accepted_tokens_per_pos[2] == 5, "the toy must accept the branch to its end"
 
 
+class Careful(Dictated):
+    """Checks that what it is handed belongs together: tap 0 of the target is the embedding of the text's own tokens."""
+
+    def __init__(self, target: Target, texts, rank):
+        super().__init__(texts, rank)
+        self.taps, self.embed, self.rounds = (0,), target.embed, 0
+
+    def read(self, hidden):
+        self.hidden = hidden
+        return super().read(hidden)
+
+    def step(self, feature, tokens, depth, ctx):
+        before = [len(known) for known in ctx.memory]
+        out = super().step(feature, tokens, depth, ctx)
+        for row, (first, count) in enumerate(zip(before, ctx.count.tolist(), strict=True)) if depth == 0 else ():
+            places = torch.arange(first - 1, first - 1 + count)  # of the states; each one's token stands one further
+            text = torch.tensor(ctx.memory[row])
+            assert ctx.positions[row, :count].tolist() == places.tolist()
+            assert tokens[row, :count].tolist() == text[places + 1].tolist()
+            states = self.embed(text[places.clamp(min=0)]) * (places >= 0)[:, None]  # row -1 has none
+            torch.testing.assert_close(self.hidden[row, :count], states)
+            self.rounds += 1
+        return out
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"), [(chain(4), (0, 0, FAR)), (FORK, (1, 1, 0, 1, 0, 1, FAR))], ids=["chain", "fork"]
+)
+def test_states_tokens_and_positions_of_every_round_belong_together(target, plain, texts, shape, ranks) -> None:
+    drafter = Careful(target, texts, lambda place: ranks[place % len(ranks)])
+    assert Decoder(target, drafter, shape).generate(PROMPTS, NEW).tokens == plain
+    assert drafter.rounds > 3 * 10
+
+
 # ---------------------------------------------------------------- degenerate drafters and limits
 
 
@@ -272,7 +306,7 @@ def test_acceptance_does_not_depend_on_the_neighbours(target, medusa, batch: int
 # ---------------------------------------------------------------- sampling
 
 
-@any_shape
+@pytest.mark.parametrize("shape", list(SHAPES.values())[1:], ids=list(SHAPES)[1:])
 @pytest.mark.parametrize(
     "sampler", [Sampler(0.7, seed=3), Sampler(1.0, seed=4), Sampler(1.0, 20, 0.9, seed=5)], ids=["T=0.7", "T=1", "top"]
 )
@@ -285,6 +319,18 @@ def test_sampled_output_is_plain_samplings_token_for_token(target, medusa, ngram
         assert decoder.generate(prompts, 24, sampler=sampler).tokens == wanted
         for row in (1, 3):  # alone, under its own key
             assert decoder.generate([prompts[row]], 24, sampler=sampler, rows=[row]).tokens == [wanted[row]]
+
+
+@torch.no_grad()
+def test_a_sampled_token_depends_on_seed_row_and_position_alone(target) -> None:
+    sampler, rows = Sampler(0.9, seed=8), [7, 3]
+    said = Decoder(target).generate(PROMPTS[:2], 12, sampler=sampler, rows=rows).tokens
+    for prompt, row, tokens in zip(PROMPTS, rows, said, strict=False):
+        text = list(prompt)
+        for token in tokens:  # the slow oracle
+            logits = target.model(torch.tensor([text]), use_cache=False).logits[:, -1]
+            assert sampler.choose(logits, [(row, len(text))]) == [token]
+            text.append(token)
 
 
 def test_a_drafter_that_knows_the_sample_is_accepted_whole(target) -> None:

@@ -46,6 +46,15 @@ def test_a_tree_proposes_all_its_nodes() -> None:
     assert report.draft_acceptance_rate == 2 / 15 and report.mean_acceptance_length == 3.0
 
 
+def test_a_depth_is_offered_only_under_what_was_accepted() -> None:
+    report = AcceptanceReport()
+    report.add(
+        accepted=1, offered=1, nodes=6, emitted=2, depth=3
+    )  # the accepted node was a leaf, another branch deeper
+    assert report.per_position_acceptance_rate == [1.0, 0.0, 0.0]
+    assert report.conditional_acceptance_rate == [1.0, None, None]
+
+
 def test_a_sum_of_reports_is_the_report_of_all_rounds() -> None:
     parts = [[0, 4], [], [1], [0, 3]]
     whole = sum((scripted(part, k) for part, k in zip(parts, (4, 1, 2, 4), strict=True)), AcceptanceReport())
