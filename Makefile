@@ -35,7 +35,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setup: done"
 
 demo: setup
-	$(LAUNCH) train/medusa.py experiment=demo out=outputs/demo
+	$(LAUNCH) train/medusa.py experiment=demo out=outputs/demo resume=true
 	$(BIN)/python scripts/evaluate.py drafter=outputs/demo/export eval.prompts=demo out=outputs/demo
 
 # mypy knows no import hooks: it finds paceline.* through the link that setup lays (see pyproject.toml).
