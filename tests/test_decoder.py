@@ -215,6 +215,13 @@ def test_a_drafter_may_be_silent_now_and_then_or_always(target, plain, texts) ->
     assert generation.report.draft_acceptance_rate is None and generation.report.num_draft_tokens == 0
 
 
+def test_a_leaf_that_is_accepted_was_offered_nothing_further(target, texts) -> None:
+    lopsided = StaticShape(((0,), (1,), (1, 0)))  # the first branch ends at once, the second would go on
+    report = Decoder(target, Dictated(texts), lopsided).generate(PROMPTS[:1], 11).report
+    assert report.per_position_acceptance_rate == [1.0, 0.0] and report.num_drafts == 5
+    assert report.conditional_acceptance_rate == [1.0, None]
+
+
 def test_no_prompts_are_no_output_and_an_empty_one_is_named(target) -> None:
     assert Decoder(target).generate([], 4).tokens == []
     with pytest.raises(Refusal, match="prompt 1 is empty"):
