@@ -8,10 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime, tzinfo
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from paceline.models.medusa import MedusaOptions
 from paceline.models.target import DTYPES, Target
 from paceline.train import loop, objective
 from paceline.train.loop import fit
+from paceline.train.record import Record
 from paceline.train.step import TrainStep
 
 
@@ -100,6 +102,21 @@ def test_the_tiny_target_trains_in_seconds_and_its_folder_explains_itself(
     shown = capsys.readouterr().out
     for words in ("supervised tokens:", "⟦supervised", "draft vocabulary 64", "mean acceptance length", "done:"):
         assert words in shown
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Noon(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls(2026, 1, 1, 12)
+
+    monkeypatch.setattr("paceline.train.record.datetime", Noon)
+    monkeypatch.chdir(tmp_path)
+    cfg = config(tmp_path, target_folder, "out=null")
+    names = [Record(cfg, Accelerator(cpu=True)).out.name for _ in range(3)]
+    assert names == [f"medusa-20260101-120000{end}" for end in ("", "-1", "-2")]
 
 
 @pytest.mark.parametrize("output", ["own", "shared"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import gather_object, set_seed
 
 from paceline.data.batch import Batch, Loader
@@ -70,7 +70,7 @@ def fit(cfg: Any) -> None:
             if last or number % cfg.train.save_every == 0:
                 _save(cfg, record, number, drafter, optimizer, accelerator)
     # not at once: processes that have parted do not meet again, and --multirun may have another run for them
-    atexit.register(accelerator.end_training)
+    atexit.register(PartialState().destroy_process_group)
 
 
 # ---------------------------------------------------------------- build

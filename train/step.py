@@ -69,13 +69,14 @@ class TrainStep(nn.Module):
         labels, covered = draft_labels(self.drafter, batch.ids)
         # [K, B * T], at the predicted token
         there = torch.stack([predicted(batch, k) & covered for k in range(self.depths)]).flatten(1)
-        # at least one chunk, if of no rows: then too every parameter gets a gradient, as DDP wants
-        chunks = there.any(0).nonzero()[:, 0].split(self.chunk)
+        # at least one chunk, if of no rows: then too every parameter gets a gradient, as DDP wants. The last is full
+        chunks = there.any(0).nonzero()[:, 0].flip(0).split(self.chunk)[::-1]
         sums = Sums(hidden.new_zeros(self.depths, dtype=torch.float32), torch.zeros_like(there[:, 0], dtype=torch.long))
-        for rows in chunks:
+        for index, rows in enumerate(chunks):
             arguments = (rows, states, labels.flatten(), there, last.flatten(0, 1), teacher)
-            # one chunk needs no second forward; of several, only one may hold its logits
-            if len(chunks) == 1 or not torch.is_grad_enabled():
+            # One chunk at a time may hold its logits. The last keeps them, since the backward pass begins there; those
+            # before it (mostly none, or the rest of a division) make theirs again.
+            if index + 1 == len(chunks):
                 loss, right = self._chunk(*arguments)
             else:
                 loss, right = checkpoint(self._chunk, *arguments, use_reentrant=False)
