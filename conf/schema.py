@@ -106,6 +106,7 @@ class Data(Section):
     max_length: Annotated[int, Field(ge=2)]
     limit: Positive | None
     held_out: Share
+    features: Literal["online", "memory"]
     strict: bool
 
     @field_validator("path")
@@ -285,6 +286,7 @@ class EvaluateConfig(_Drafted):
 
     seed: Seed
     hf_baseline: bool
+    hf_prompts: Positive | None
     eval: Eval
     ngram: Any
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,10 +25,12 @@ class Batch:
     positions: Tensor  # int64 [B, T], from 0 in every document
     document: Tensor  # int64 [B, T], index of the example that was packed, -1 where padded
     supervised: Tensor  # bool [B, T]
+    members: tuple[int, ...] = ()  # what the loader calls these examples: document d is its example members[d]
 
     def to(self, device: torch.device | str) -> Batch:
         parts = (self.ids, self.positions, self.document, self.supervised)
-        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+        ids, positions, document, supervised = (part.to(device, non_blocking=True) for part in parts)
+        return Batch(ids, positions, document, supervised, self.members)
 
     @property
     def tokens(self) -> int:
@@ -91,13 +93,22 @@ class Loader:
     def batches(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """Per optimiser step from `start` on: this rank's `accumulate` micro-batches, balanced by tokens."""
         for group in self._groups(epoch)[start:]:
-            parts: list[list[int]] = [[] for _ in range(self.world * self.accumulate)]
-            load = [0] * len(parts)
-            for i in sorted(group, key=lambda i: -len(self.examples[i])):
-                lightest = load.index(min(load))
-                parts[lightest].append(i)
-                load[lightest] += len(self.examples[i])
-            yield [self._packed(part) for part in parts[self.rank :: self.world]]
+            yield [self.packed(part) for part in self._parts(group)[self.rank :: self.world]]
+
+    def homes(self) -> dict[int, tuple[int, ...]]:
+        """Each example -> the examples it is packed with in epoch 0, whichever process has them."""
+        parts = [tuple(part) for group in self._groups(0) for part in self._parts(group)]
+        return {i: part for part in parts for i in part}
+
+    def _parts(self, group: list[int]) -> list[list[int]]:
+        """A step's examples divided over the micro-batches of all ranks, balanced by tokens."""
+        parts: list[list[int]] = [[] for _ in range(self.world * self.accumulate)]
+        load = [0] * len(parts)
+        for i in sorted(group, key=lambda i: -len(self.examples[i])):
+            lightest = load.index(min(load))
+            parts[lightest].append(i)
+            load[lightest] += len(self.examples[i])
+        return parts
 
     def _groups(self, epoch: int) -> list[list[int]]:
         order = list(range(len(self.examples)))
@@ -113,10 +124,11 @@ class Loader:
             room -= size
         return groups
 
-    def _packed(self, part: list[int]) -> Batch:
+    def packed(self, part: Sequence[int]) -> Batch:
+        """These examples as one micro-batch."""
         examples = [self.examples[i] for i in part]
         # Rows no longer than the longest needs: attention costs the square of the width.
-        return pack(examples, _rounded(max(map(len, examples), default=1)))
+        return replace(pack(examples, _rounded(max(map(len, examples), default=1))), members=tuple(part))
 
 
 def _rounded(tokens: int) -> int:

@@ -8,7 +8,7 @@ Knows a drafter's read/step/head only. Does not know the target, its cache or ho
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -249,30 +249,50 @@ def _descend(
     return drafter.step(feature, tokens, depth, at)
 
 
+@dataclass(frozen=True)
+class _LevelPlan:
+    """One level of a static tree as indices: parent [m] within the nodes unfolded above, rank [m] among its children;
+    going [g]: which of the m get children themselves, index [g] of these in the tree."""
+
+    parent: Tensor
+    rank: Tensor
+    width: int
+    going: Tensor
+    index: Tensor
+
+
+@lru_cache(maxsize=256)
+def _plan(shape: StaticShape, device: torch.device) -> list[_LevelPlan]:
+    """The same every round, so it is made once."""
+    inner = {path[:-1] for path in shape.paths}
+    above: list[tuple[int, ...]] = [()]  # paths of the level above that are unfolded, in its order
+    first, plan = 1, []
+    for paths in shape.levels:
+        parent, rank = [above.index(path[:-1]) for path in paths], [path[-1] for path in paths]
+        going = [i for i, path in enumerate(paths) if path in inner]
+        lists = (parent, rank, going, [first + i for i in going])
+        at = [torch.tensor(numbers, dtype=torch.long, device=device) for numbers in lists]
+        plan.append(_LevelPlan(at[0], at[1], 1 + max(rank), at[2], at[3]))
+        above = [paths[i] for i in going]
+        first += len(paths)
+    return plan
+
+
 def _unfold_static(
     drafter: Drafter, shape: StaticShape, tree: DraftTree, level: _Level, ctx: Context, known: int | None
 ) -> DraftTree:
     parts = [tree]
-    above: list[tuple[int, ...]] = [()]  # paths of the level, in its order
-    inner = {path[:-1] for path in shape.paths}
-    first = 1
-    for depth, paths in enumerate(shape.levels):
-        ids, logp = _children(drafter, level, depth, 1 + max(path[-1] for path in paths), known)
-        parent = torch.tensor([above.index(path[:-1]) for path in paths], device=ids.device)
-        rank = torch.tensor([path[-1] for path in paths], device=ids.device)
-        fits = rank < ids.shape[-1]
-        rank = rank.clamp(max=ids.shape[-1] - 1)
-        tokens, joint = ids[:, parent, rank], logp[:, parent, rank].masked_fill(~fits, -torch.inf)
-        parts.append(DraftTree(tokens, level.index[:, parent], tree.size, joint))
-        going = [i for i, path in enumerate(paths) if path in inner]
-        above = [paths[i] for i in going]
-        if going:
-            feature, state = _descend(
-                drafter, level, parent[going].expand(len(ids), -1), tokens[:, going], depth + 1, ctx
-            )
-            index = torch.tensor([first + i for i in going], device=ids.device).expand(len(ids), -1)
-            level = _Level(feature, state, joint[:, going], index)
-        first += len(paths)
+    rows = len(tree.tokens)
+    for depth, plan in enumerate(_plan(shape, tree.tokens.device)):
+        ids, logp = _children(drafter, level, depth, plan.width, known)
+        rank = plan.rank.clamp(max=ids.shape[-1] - 1)
+        tokens, joint = ids[:, plan.parent, rank], logp[:, plan.parent, rank]
+        joint = joint.masked_fill(plan.rank >= ids.shape[-1], -torch.inf)  # a rank the draft vocabulary has not
+        parts.append(DraftTree(tokens, level.index[:, plan.parent], tree.size, joint))
+        if len(plan.going):
+            parent = plan.parent[plan.going].expand(rows, -1)
+            feature, state = _descend(drafter, level, parent, tokens[:, plan.going], depth + 1, ctx)
+            level = _Level(feature, state, joint[:, plan.going], plan.index.expand(rows, -1))
     return _joined(parts)
 
 

@@ -54,7 +54,7 @@ class Sampler:
     def choose(self, logits: Tensor, places: Sequence[Place]) -> list[int]:
         """[R, V] logits -> the token each of R rows chooses; the target's own choice, in plain decoding too."""
         if self.greedy:
-            return logits.argmax(-1).tolist()
+            return likeliest(logits).tolist()
         return self.pick(self.probs(logits), places)
 
     def pick(self, probs: Tensor, places: Sequence[Place], draw: int = 0) -> list[int]:
@@ -81,6 +81,11 @@ class Sampler:
         """A number in [0, 1) that depends on seed, place and draw alone."""
         digest = hashlib.blake2b(f"{self.seed}/{place[0]}/{place[1]}/{draw}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """[..., V] -> [...], the first of the largest: what argmax gives, which takes four times as long on a CPU."""
+    return logits.max(-1).indices
 
 
 def _last_possible(mass: Tensor) -> Tensor:
@@ -127,7 +132,7 @@ def walk(tree: DraftTree, logits: Tensor, sampler: Sampler, places: Sequence[Pla
         logits: [B, N, V] of the target at the nodes.
         places: per row (row key, absolute position of the root's successor).
     """
-    chosen_everywhere = logits.argmax(-1).tolist() if sampler.greedy else None
+    chosen_everywhere = likeliest(logits).tolist() if sampler.greedy else None
     children = _children(tree)
     paths: list[list[int]] = [[0] for _ in places]
     bonus = [0] * len(places)

@@ -31,9 +31,9 @@ RESAMPLES = 1000
 SPEED = {
     "tokens_per_second": "new tokens / wall-clock seconds with the drafter, reading the prompt included",
     "plain_tokens_per_second": "the same loop and prompts without a drafter",
-    "hf_generate_tokens_per_second": "transformers' own generate, greedy, prompt by prompt",
+    "hf_generate_tokens_per_second": "transformers' own generate, greedy, prompt by prompt (of hf_prompts of them)",
     "speedup": "tokens_per_second / plain_tokens_per_second",
-    "speedup_vs_hf_generate": "tokens_per_second / hf_generate_tokens_per_second",
+    "speedup_vs_hf_generate": "tokens_per_second / hf_generate_tokens_per_second, on the same prompts",
     "target_pass_ms": "one target pass of plain decoding: one token a prompt (median over prompts)",
     "verify_pass_ms": "one target pass over a whole draft (median over prompts)",
     "draft_ms": "drafting for one such pass (median over prompts)",
@@ -59,7 +59,7 @@ def run(cfg: Any) -> None:
     console.print(f"{len(ids)} prompts, at most {cfg.eval.max_new_tokens} new tokens each: {', '.join(ways)}")
     with progress("prompts", len(ids)) as bar:
         batches = []
-        for batch in measured(ways, ids, cfg.eval.max_new_tokens, cfg.eval.batch):
+        for batch in measured(ways, ids, cfg.eval.max_new_tokens, cfg.eval.batch, cfg.hf_prompts):
             batches.append(batch)
             bar.advance(f"{_rate(batches, DRAFTED):.1f} tokens/s, {_rate(batches, PLAIN):.1f} plain", len(batch.rows))
     report = {
@@ -141,14 +141,20 @@ def _ways(cfg: Any, ready: Runtime) -> dict[str, Way]:
     return ways
 
 
-def measured(ways: dict[str, Way], ids: list[list[int]], limit: int, size: int) -> Iterator[Batch]:
-    """Decode batches of `size` prompts in every way in turn; who begins rotates, so that noise hits all alike."""
+def measured(
+    ways: dict[str, Way], ids: list[list[int]], limit: int, size: int, theirs: int | None = None
+) -> Iterator[Batch]:
+    """Decode batches of `size` prompts in every way in turn; who begins rotates, so that noise hits all alike.
+
+    theirs: prompts, evenly spread, that transformers' generate decodes too; None for all.
+    """
+    chosen = set(range(len(ids))) if theirs is None else {i * len(ids) // theirs for i in range(theirs)}
     for way in ways.values():  # the first pass of anything is slow
         way([0], ids[:1], min(limit, WARM_UP))
     for number, first in enumerate(range(0, len(ids), size)):
         rows = list(range(first, min(first + size, len(ids))))
         batch = Batch(rows, {}, {}, [])
-        names = list(ways)
+        names = [name for name in ways if name != GENERATE or first in chosen]
         for turn in range(len(names)):
             name = names[(number + turn) % len(names)]
             start = time.perf_counter()
@@ -209,8 +215,9 @@ def _sum(reports: Iterable[AcceptanceReport]) -> AcceptanceReport:
     return sum(others, first)
 
 
-def _rate(batches: list[Batch], way: str) -> float:
+def _rate(batches: Iterable[Batch], way: str) -> float:
     """Tokens a second."""
+    batches = list(batches)
     return sum(batch.tokens(way) for batch in batches) / sum(batch.seconds[way] for batch in batches)
 
 
@@ -220,13 +227,14 @@ def _speed(batches: list[Batch]) -> dict[str, float | None]:
         return 1e3 * statistics.median(passes) if passes else None
 
     drafted, plain = _rate(batches, DRAFTED), _rate(batches, PLAIN)
-    theirs = _rate(batches, GENERATE) if GENERATE in batches[0].seconds else None
+    same = [batch for batch in batches if GENERATE in batch.seconds]
+    theirs = _rate(same, GENERATE) if same else None
     return {
         "tokens_per_second": drafted,
         "plain_tokens_per_second": plain,
         "hf_generate_tokens_per_second": theirs,
         "speedup": drafted / plain,
-        "speedup_vs_hf_generate": drafted / theirs if theirs else None,
+        "speedup_vs_hf_generate": _rate(same, DRAFTED) / theirs if theirs else None,
         "target_pass_ms": milliseconds(PLAIN, "target"),
         "verify_pass_ms": milliseconds(DRAFTED, "target"),
         "draft_ms": milliseconds(DRAFTED, "draft"),
@@ -296,8 +304,9 @@ def exactness(
 def _first_difference(ready: Runtime, ids: list[int], plain: list[int], drafted: list[int]) -> dict[str, Any]:
     """Where two outputs part, and how sure the target was there: its logits after the prompt and the common tokens.
 
-    near_tie: both tokens' logits lie within NEAR_TIE (of the largest logit) of the best, so that rounding may choose
-    either. None for sampled tokens, which noise chooses too.
+    near_tie: both tokens' logits lie within NEAR_TIE (of the largest logit) of the best, or within twice of what
+    rounding alone moved a logit by here (`rounding`: the same text, read token by token and at once), so that it may
+    choose either. None for sampled tokens, which noise chooses too.
     """
     import torch
 
@@ -311,15 +320,34 @@ def _first_difference(ready: Runtime, ids: list[int], plain: list[int], drafted:
     best, runner_up = logits.topk(2).values.tolist()
     scale = float(logits.abs().max())
     chosen = [float(logits[token]) for token in (first, second) if token is not None]
-    near = len(chosen) == 2 and best - min(chosen) < NEAR_TIE * scale
+    gap = best - min(chosen)
+    near = len(chosen) == 2 and gap < NEAR_TIE * scale
+    rounding = None
+    if not near and len(chosen) == 2 and last.dtype != torch.float32:
+        rounding = _rounding(target, ids, plain[:position], logits)
+        near = gap < 2 * rounding
     return {
         "position": position,
         "top2_gap": best - runner_up,
         "logit_scale": scale,
         "plain_token": first,
         "drafted_token": second,
+        "rounding": rounding,
         "near_tie": near if ready.sampler.greedy else None,
     }
+
+
+def _rounding(target: Any, ids: list[int], tokens: list[int], at_once: Any) -> float:
+    """Greatest change of a logit when the tokens after the prompt are read one by one, as plain decoding reads them."""
+    import torch
+
+    with torch.no_grad():
+        cache = target.new_cache(1, len(ids) + len(tokens) + 1)
+        for words in (ids, *([token] for token in tokens)):
+            _, last = target(torch.tensor([words], device=target.device), cache=cache)
+            count = torch.tensor([len(words)], device=target.device)
+            target.keep(cache, torch.empty(1, 0, dtype=torch.long, device=target.device), count)
+        return float((target.head(last[0, -1])[: target.vocab].float() - at_once).abs().max())
 
 
 def _faults(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -18,8 +18,9 @@ from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.errors import Refusal
-from paceline.models.target import Target, device_of, folder
+from paceline.models.target import Head, Target, device_of, folder
 from paceline.train import checkpoint
+from paceline.train.features import Features
 from paceline.train.record import Record
 from paceline.train.step import TrainStep
 from paceline.train.yardstick import Yardstick
@@ -49,6 +50,8 @@ def fit(cfg: Any) -> None:
         accelerator.process_index,
         cfg.seed,
     )
+    features = Features(target, drafter.taps, loader, cfg.data.features == "memory")
+    teacher = target.head.rows(drafter.vocab_map)
     total = cfg.train.steps or math.ceil(cfg.train.epochs * loader.steps(0))
     begun = _resumed(cfg, record, drafter, optimizer, accelerator)
     drafter.to(accelerator.device).borrow(target)
@@ -57,7 +60,7 @@ def fit(cfg: Any) -> None:
     with record.running(begun, total, drafter, target, data):
         for number, parts in _steps(loader, begun, total):
             _set_rate(optimizer, _rate(cfg, number, total))
-            news = _update(cfg, accelerator, trained, step, optimizer, target, parts)
+            news = _update(cfg, accelerator, trained, step, optimizer, features, teacher, parts)
             record.step(number, news, optimizer.param_groups[0]["lr"])
 
             last = number == total
@@ -165,7 +168,8 @@ def _update(
     trained: torch.nn.Module,
     step: TrainStep,
     optimizer: Any,
-    target: Target,
+    features: Features,
+    teacher: Head,
     parts: list[Batch],
 ) -> dict[str, Any]:
     """One optimiser step: gradients of all parts, divided once by the counts of all parts of all processes.
@@ -174,7 +178,6 @@ def _update(
     """
     parts = [part.to(accelerator.device) for part in parts]
     drafter = step.drafter
-    teacher = target.head.rows(drafter.vocab_map)
     counts = [step.counts(part) for part in parts]
     learnt = accelerator.reduce(sum(count.learnt for count in counts), "sum")
     asked = accelerator.reduce(sum(count.asked for count in counts), "sum")
@@ -185,7 +188,7 @@ def _update(
     loss = torch.zeros(step.depths, device=accelerator.device)
     right = torch.zeros_like(learnt)
     for index, part in enumerate(parts):
-        hidden, last = target(part.ids, drafter.taps, documents=part.document, positions=part.positions)
+        hidden, last = features.of(part)
         with accelerator.no_sync(trained) if index + 1 < len(parts) else nullcontext():
             sums = trained(part, hidden, last, teacher)
             accelerator.backward((sums.loss * scale).sum())

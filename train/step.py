@@ -96,7 +96,7 @@ class TrainStep(nn.Module):
             logits = self.drafter.head(state[(rows - 2 - k).clamp(min=0)], k)[:, : self.known]
             mask = there[k][rows]
             losses.append((mixed(self.objective, logits, labels[rows], target) * mask).sum())
-            rights.append(((logits.argmax(-1) == labels[rows]) & mask).sum())
+            rights.append(((logits.max(-1).indices == labels[rows]) & mask).sum())
         return torch.stack(losses), torch.stack(rights)
 
 
