@@ -32,6 +32,7 @@ from paceline.models.export import load_export
 from paceline.models.medusa import MedusaOptions
 from paceline.models.target import DTYPES, Target
 from paceline.train import loop, objective
+from paceline.train.features import Features
 from paceline.train.loop import fit
 from paceline.train.record import Record
 from paceline.train.step import TrainStep
@@ -285,8 +286,10 @@ def updates(target: Target, *parts: list[Batch]) -> tuple[dict[str, Tensor], dic
     cfg = SimpleNamespace(train=SimpleNamespace(clip=1.0))
     step = TrainStep(drafter)
     trained, optimizer = accelerator.prepare(step, torch.optim.AdamW(drafter.parameters(), lr=1e-2, weight_decay=0.1))
+    features = Features(target, drafter.taps, Loader([], 1), remember=False)
+    teacher = target.head.rows(drafter.vocab_map)
     for batches in parts:
-        news = loop._update(cfg, accelerator, trained, step, optimizer, target, batches)
+        news = loop._update(cfg, accelerator, trained, step, optimizer, features, teacher, batches)
     return {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}, news
 
 
