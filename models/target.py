@@ -238,6 +238,9 @@ class Target(nn.Module):
         """
         from transformers import AutoModelForCausalLM  # takes seconds and accelerate along: only where a model loads
 
+        if torch.device(device).type == "cpu":
+            # else transformers copies each key head for all query heads that share it, in every pass
+            os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
         extra: dict = {}
         if quantize != "none":
             extra["quantization_config"] = _bitsandbytes(quantize, DTYPES[dtype])
