@@ -347,6 +347,8 @@ def written(folder: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
         record = Record.FromString(data)
         if record.HasField("run"):
             tree |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if record.HasField("config"):  # where wandb was quicker to open the run than to be told of it
+            tree |= {item.key: json.loads(item.value_json) for item in record.config.update}
         if record.HasField("history"):
             history.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
     return tree, history
