@@ -285,6 +285,7 @@ class EvaluateConfig(_Drafted):
     """All of scripts/evaluate.py. `out` is never None here."""
 
     seed: Seed
+    plain_file: Place | None = Field(alias="plain")  # Section.plain is a method
     hf_baseline: bool
     hf_prompts: Positive | None
     eval: Eval

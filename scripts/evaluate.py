@@ -7,6 +7,8 @@ Owns the measurement, report.json and its table. Does not know how drafts are ma
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,15 +55,17 @@ def run(cfg: Any) -> None:
     ids = [prompt_ids(ready.tokenizer, prompt.messages) for prompt in asked]
     _fit(cfg, ready, asked, ids)
     ways = _ways(cfg, ready)
+    known = _known(cfg, ready, ids, ways.pop(PLAIN)) if cfg.plain_file else None
     console = Console()
     if not console.is_terminal:
         console.width = 120  # a log has room
     console.print(f"{len(ids)} prompts, at most {cfg.eval.max_new_tokens} new tokens each: {', '.join(ways)}")
     with progress("prompts", len(ids)) as bar:
         batches = []
-        for batch in measured(ways, ids, cfg.eval.max_new_tokens, cfg.eval.batch, cfg.hf_prompts):
+        for batch in measured(ways, ids, cfg.eval.max_new_tokens, cfg.eval.batch, cfg.hf_prompts, known):
             batches.append(batch)
-            bar.advance(f"{_rate(batches, DRAFTED):.1f} tokens/s, {_rate(batches, PLAIN):.1f} plain", len(batch.rows))
+            rates = [f"{_rate(batches, way):.1f} tokens/s {way}" for way in (DRAFTED, PLAIN) if way in ways]
+            bar.advance(", ".join(rates), len(batch.rows))
     report = {
         "drafter": ready.drafter,
         "target": ready.target,
@@ -71,6 +75,7 @@ def run(cfg: Any) -> None:
             "prompts": cfg.eval.prompts,
             "num_prompts": len(ids),
             "max_new_tokens": cfg.eval.max_new_tokens,
+            "plain": cfg.plain_file,
         },
         **figures(batches, asked, cfg.seed),
         "exactness": exactness(cfg, ready, asked, ids, batches),
@@ -136,17 +141,23 @@ def _ways(cfg: Any, ready: Runtime) -> dict[str, Way]:
 
     ways = {DRAFTED: by(ready.decoder), PLAIN: by(ready.plain)}
     # transformers samples with other noise and pads batches: only greedy, prompt by prompt, is it the same work
-    if cfg.hf_baseline and ready.sampler.greedy and cfg.eval.batch == 1:
+    if cfg.hf_baseline and cfg.plain_file is None and ready.sampler.greedy and cfg.eval.batch == 1:
         ways[GENERATE] = generate
     return ways
 
 
 def measured(
-    ways: dict[str, Way], ids: list[list[int]], limit: int, size: int, theirs: int | None = None
+    ways: dict[str, Way],
+    ids: list[list[int]],
+    limit: int,
+    size: int,
+    theirs: int | None = None,
+    known: list[list[int]] | None = None,
 ) -> Iterator[Batch]:
     """Decode batches of `size` prompts in every way in turn; who begins rotates, so that noise hits all alike.
 
     theirs: prompts, evenly spread, that transformers' generate decodes too; None for all.
+    known: the plain tokens of each prompt by itself, where they need not be computed.
     """
     chosen = set(range(len(ids))) if theirs is None else {i * len(ids) // theirs for i in range(theirs)}
     for way in ways.values():  # the first pass of anything is slow
@@ -160,10 +171,66 @@ def measured(
             start = time.perf_counter()
             batch.out[name] = ways[name](rows, [ids[row] for row in rows], limit)  # lists: a GPU has been waited for
             batch.seconds[name] = time.perf_counter() - start
-        batch.alone = (
-            batch.out[PLAIN].tokens if size == 1 else [ways[PLAIN]([row], [ids[row]], limit).tokens[0] for row in rows]
-        )
+        if known is not None:
+            batch.alone = [known[row] for row in rows]
+        elif size == 1:
+            batch.alone = batch.out[PLAIN].tokens
+        else:
+            batch.alone = [ways[PLAIN]([row], [ids[row]], limit).tokens[0] for row in rows]
         yield batch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The target's own outputs, computed once for many drafters
+
+
+def _known(cfg: Any, ready: Runtime, ids: list[list[int]], plain: Way) -> list[list[int]]:
+    """The target's own tokens for each prompt by itself: read from cfg.plain_file, or decoded and written there.
+
+    Raises Refusal where the file was made under other settings.
+    """
+    from paceline.scripts.decoding import write_json
+    from paceline.scripts.terminal import progress
+
+    file, made = Path(cfg.plain_file), _made(cfg, ready, ids)
+    if file.exists():
+        return _read(file, made)
+    tokens: list[list[int]] = []
+    with progress(PLAIN, len(ids)) as bar:
+        for batch in measured({PLAIN: plain}, ids, cfg.eval.max_new_tokens, 1):
+            tokens += batch.alone
+            bar.advance()
+    write_json(file, {"made": made, "tokens": tokens})
+    return tokens
+
+
+def _made(cfg: Any, ready: Runtime, ids: list[list[int]]) -> dict[str, Any]:
+    """What the target's own outputs depend on, in plain types, under names that a refusal can show."""
+    return {
+        "target fingerprint": ready.target["fingerprint"],
+        "target.quantize": cfg.target.quantize,
+        "dtype": cfg.dtype,
+        "eval.prompts": Path(cfg.eval.prompts).name,
+        "number of prompts": len(ids),
+        "sha256 of the prompts' ids": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+        "eval.max_new_tokens": cfg.eval.max_new_tokens,
+        "stop ids": sorted(ready.stops),
+        **{f"decode.{name}": getattr(cfg.decode, name) for name in ("temperature", "top_k", "top_p", "seed")},
+    }
+
+
+def _read(file: Path, made: dict[str, Any]) -> list[list[int]]:
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+        theirs, tokens = dict(held["made"]), [list(row) for row in held["tokens"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise Refusal(f"plain: {file} holds no outputs of a target ({error!r}); name another file") from None
+    for name, ours in made.items():
+        if theirs.get(name) != ours:
+            raise Refusal(f"plain: {file} was made with {name}={theirs.get(name)}, not {ours}; name another file")
+    if len(tokens) != made["number of prompts"]:
+        raise Refusal(f"plain: {file} holds {len(tokens)} outputs of {made['number of prompts']}; name another file")
+    return tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,6 +241,7 @@ def figures(batches: list[Batch], asked: Sequence[Prompt], seed: int) -> dict[st
     """`acceptance`, `speed`, `by_category`, `intervals` and `prompts` of report.json."""
     reports = [report for batch in batches for report in batch.out[DRAFTED].reports]
     categories = dict.fromkeys(prompt.category for prompt in asked)
+    both = [batch for batch in batches if PLAIN in batch.seconds]
     return {
         "acceptance": _sum(reports).as_dict(),
         "speed": _speed(batches),
@@ -187,8 +255,8 @@ def figures(batches: list[Batch], asked: Sequence[Prompt], seed: int) -> dict[st
             "seed": seed,
             "mean_acceptance_length": interval([[r.emitted for r in reports]], [[r.rounds for r in reports]], seed),
             "speedup": interval(
-                [[b.tokens(DRAFTED) for b in batches], [b.seconds[PLAIN] for b in batches]],
-                [[b.tokens(PLAIN) for b in batches], [b.seconds[DRAFTED] for b in batches]],
+                [[b.tokens(DRAFTED) for b in both], [b.seconds[PLAIN] for b in both]],
+                [[b.tokens(PLAIN) for b in both], [b.seconds[DRAFTED] for b in both]],
                 seed,
             ),
         },
@@ -201,7 +269,7 @@ def figures(batches: list[Batch], asked: Sequence[Prompt], seed: int) -> dict[st
                 "rounds": reports[row].rounds,
                 "accepted": reports[row].num_accepted_tokens,
                 "seconds": batch.seconds[DRAFTED],
-                "plain_seconds": batch.seconds[PLAIN],
+                "plain_seconds": batch.seconds.get(PLAIN),
                 "hf_generate_seconds": batch.seconds.get(GENERATE),
             }
             for number, batch in enumerate(batches)
@@ -215,26 +283,31 @@ def _sum(reports: Iterable[AcceptanceReport]) -> AcceptanceReport:
     return sum(others, first)
 
 
-def _rate(batches: Iterable[Batch], way: str) -> float:
-    """Tokens a second."""
-    batches = list(batches)
-    return sum(batch.tokens(way) for batch in batches) / sum(batch.seconds[way] for batch in batches)
+def _rate(batches: Iterable[Batch], way: str) -> float | None:
+    """Tokens a second; None where nothing was decoded so."""
+    timed = [batch for batch in batches if way in batch.seconds]
+    return sum(batch.tokens(way) for batch in timed) / sum(batch.seconds[way] for batch in timed) if timed else None
+
+
+def _times(batches: Iterable[Batch], way: str) -> float | None:
+    """How many times as fast as `way` drafted decoding is, on what was decoded both ways."""
+    both = [batch for batch in batches if way in batch.seconds]
+    drafted, other = _rate(both, DRAFTED), _rate(both, way)
+    return drafted / other if drafted is not None and other else None
 
 
 def _speed(batches: list[Batch]) -> dict[str, float | None]:
     def milliseconds(way: str, phase: str) -> float | None:
-        passes = [b.out[way].seconds[phase] / b.out[way].passes for b in batches if b.out[way].passes]
+        outs = [batch.out[way] for batch in batches if way in batch.out]
+        passes = [out.seconds[phase] / out.passes for out in outs if out.passes]
         return 1e3 * statistics.median(passes) if passes else None
 
-    drafted, plain = _rate(batches, DRAFTED), _rate(batches, PLAIN)
-    same = [batch for batch in batches if GENERATE in batch.seconds]
-    theirs = _rate(same, GENERATE) if same else None
     return {
-        "tokens_per_second": drafted,
-        "plain_tokens_per_second": plain,
-        "hf_generate_tokens_per_second": theirs,
-        "speedup": drafted / plain,
-        "speedup_vs_hf_generate": _rate(same, DRAFTED) / theirs if theirs else None,
+        "tokens_per_second": _rate(batches, DRAFTED),
+        "plain_tokens_per_second": _rate(batches, PLAIN),
+        "hf_generate_tokens_per_second": _rate(batches, GENERATE),
+        "speedup": _times(batches, PLAIN),
+        "speedup_vs_hf_generate": _times(batches, GENERATE),
         "target_pass_ms": milliseconds(PLAIN, "target"),
         "verify_pass_ms": milliseconds(DRAFTED, "target"),
         "draft_ms": milliseconds(DRAFTED, "draft"),
@@ -251,7 +324,7 @@ def _category(batches: list[Batch], reports: list[AcceptanceReport], rows: list[
         "mean_acceptance_length": whole.mean_acceptance_length,
         "draft_acceptance_rate": whole.draft_acceptance_rate,
         "tokens_per_second": _rate(alone, DRAFTED) if timed else None,
-        "speedup": _rate(alone, DRAFTED) / _rate(alone, PLAIN) if timed else None,
+        "speedup": _times(alone, PLAIN) if timed else None,
     }
 
 
@@ -418,13 +491,15 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
     kind = how["tree"] if how["tree"] == "chain" else f"{how['tree']} tree"
     draft = f"{kind} of depth {{depth}}, {{nodes}} nodes a pass, verify={{verify}}"
     choice = "temperature {temperature}, top_k {top_k}, top_p {top_p}" if how["temperature"] else "greedy"
-    length = report["acceptance"]["mean_acceptance_length"]
+    results = (
+        (speed["speedup"], "times as fast as without a drafter"),
+        (report["acceptance"]["mean_acceptance_length"], "tokens per pass of the target instead of 1"),
+    )
     return {
         "drafter": drafter["name"] + trained,
         "target": f"{target['name']}, {how['dtype']}, on {how['device']}: {how['machine']}",
         "decoding": f"{draft}; {choice}; {{num_prompts}} prompts ({{prompts}}), batch {{batch}}".format(**how),
-        "result": f"{speed['speedup']:.2f} times as fast as without a drafter"
-        + ("" if length is None else f"; {length:.2f} tokens per pass of the target instead of 1"),
+        "result": "; ".join(f"{value:.2f} {meaning}" for value, meaning in results if value is not None),
     }
 
 

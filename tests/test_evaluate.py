@@ -22,7 +22,7 @@ SMALL = ["eval.limit=4", "eval.max_new_tokens=12", "dtype=float32"]
 KEYS = {
     "": "drafter target setting acceptance speed by_category intervals prompts exactness",
     "setting": "dtype tree depth nodes width verify lossy temperature top_k top_p seed batch prompts num_prompts "
-    "max_new_tokens threads device machine command paceline torch transformers",
+    "max_new_tokens plain threads device machine command paceline torch transformers",
     "acceptance": "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos mean_acceptance_length "
     "draft_acceptance_rate per_position_acceptance_rate conditional_acceptance_rate",
     "speed": "tokens_per_second plain_tokens_per_second hf_generate_tokens_per_second speedup speedup_vs_hf_generate "
@@ -200,6 +200,81 @@ def test_an_interval_is_of_the_ratio_of_sums() -> None:
     assert evaluate.interval([[0, 0]], [[0, 0]], seed=0) is None
     low, high = evaluate.interval([[1.0] * 50 + [3.0] * 50], [[1.0] * 100], seed=0) or (0, 0)
     assert low == pytest.approx(2 - 0.196, abs=0.03) and high == pytest.approx(2 + 0.196, abs=0.03)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The target's own outputs, computed once (plain=FILE)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_outputs_that_were_computed_once_serve_every_drafter(
+    temperature: float, export: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["plain=own/plain.json", f"decode.temperature={temperature}"]
+    first = measured(tmp_path, f"drafter={export}", *words)
+    plain = tmp_path / "own" / "plain.json"
+    written = plain.read_bytes()
+    assert [file.name for file in plain.parent.iterdir()] == ["plain.json"]
+    second = measured(tmp_path, "drafter=ngram", "target=tiny", "eval.batch=4", *words)
+    alone = measured(tmp_path, f"drafter={export}", f"decode.temperature={temperature}")
+    assert plain.read_bytes() == written
+    assert first["exactness"] == second["exactness"] == alone["exactness"]
+    assert first["exactness"]["identical"] == 4 and first["setting"]["plain"] == str(plain)
+    assert [len(tokens) for tokens in json.loads(written)["tokens"]] == [row["tokens"] for row in alone["prompts"]]
+
+
+def test_known_outputs_are_not_timed_and_no_speed_up_is_claimed(export: Path, tmp_path: Path, capsys: Any) -> None:
+    words = [f"drafter={export}", f"plain={tmp_path / 'plain.json'}"]
+    for _ in ("writes", "reads"):
+        report = measured(tmp_path, *words)
+        timed = {name for name, value in report["speed"].items() if value is not None}
+        assert timed == {"tokens_per_second", "verify_pass_ms", "draft_ms"}
+        assert report["intervals"]["speedup"] is None and report["intervals"]["mean_acceptance_length"]
+        assert {group["speedup"] for group in report["by_category"].values()} == {None}
+        assert {row["plain_seconds"] for row in report["prompts"]} == {None}
+        assert set(report["speed"]) == set(KEYS["speed"].split())
+        shown = capsys.readouterr().out
+        assert "times as fast" not in shown and "tokens per pass of the target" in shown and "4 of 4 answers" in shown
+
+
+def test_a_known_output_that_is_not_the_targets_is_found_out(export: Path, tmp_path: Path, capsys: Any) -> None:
+    words = [f"drafter={export}", f"plain={tmp_path / 'plain.json'}"]
+    measured(tmp_path, *words)
+    content = json.loads((tmp_path / "plain.json").read_text())
+    content["tokens"][2][5] ^= 1
+    (tmp_path / "plain.json").write_text(json.dumps(content))
+    with pytest.raises(SystemExit):
+        measured(tmp_path, *words)
+    exact = json.loads((tmp_path / "report.json").read_text())["exactness"]
+    (difference,) = exact["first_differences"]
+    assert exact["identical"] == 3 and difference["position"] == 5
+    assert difference["plain_token"] == content["tokens"][2][5] == difference["drafted_token"] ^ 1
+
+
+def test_outputs_of_other_settings_are_refused_by_name(
+    export: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    plain = tmp_path / "plain.json"
+    words = [f"drafter={export}", *SMALL, f"plain={plain}", f"out={tmp_path}"]
+    evaluate.run(load("evaluate", *words))
+    others = {
+        "dtype=bfloat16": "dtype=float32, not bfloat16",
+        "eval.limit=3": "number of prompts=4, not 3",
+        "eval.prompts=demo": "eval.prompts=bench, not demo",
+        "eval.max_new_tokens=13": "eval.max_new_tokens=12, not 13",
+        "decode.temperature=0.5": "decode.temperature=0.0, not 0.5",
+        "decode.seed=1": "decode.seed=0, not 1",
+    }
+    capsys.readouterr()
+    for word, difference in others.items():
+        assert f"plain: {plain} was made with {difference};" in refused(monkeypatch, capsys, *words, word), word
+    content = json.loads(plain.read_text())
+    plain.write_text(json.dumps(content | {"tokens": content["tokens"][1:]}))
+    assert f"plain: {plain} holds 3 outputs of 4;" in refused(monkeypatch, capsys, *words)
+    plain.write_text("{}")
+    assert f"plain: {plain} holds no outputs" in refused(monkeypatch, capsys, *words)
+    assert f"plain: {tmp_path} holds no outputs" in refused(monkeypatch, capsys, *words, f"plain={tmp_path}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
