@@ -326,8 +326,15 @@ class SynthesizeConfig(Section):
     dtype: Dtype
     out: Place
     target: Target
+    begin: str
     prompt: Sampling
     answer: Sampling
+
+    @field_validator("begin")
+    @classmethod
+    def _known_or_file(cls, begin: str, info: ValidationInfo) -> str:
+        words = ("varied", "free")
+        return begin if begin in words else existing("begin", absolute(begin, info), words)
 
 
 def option_names(tree: dict[str, Any], prefix: str = "") -> list[str]:

@@ -4,7 +4,9 @@ Knows templates and records. Does not know how text is generated: it is handed `
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.data.conversations import BadData
@@ -19,6 +21,7 @@ class Written(NamedTuple):
 
 Generate = Callable[[list[str]], list[Written]]
 
+BEGINNINGS = Path(__file__).parent / "openings.txt"
 FRUITLESS = 5  # batches without one usable user's turn, after which no more are tried
 _MARK = "\u241fhere\u241f"  # stands for the user's words while the template is cut before them
 
@@ -29,6 +32,21 @@ def opening(tokenizer: Any) -> str:
     return whole.split(_MARK)[0]
 
 
+def beginnings(how: str) -> list[str]:
+    """First words of user's turns: none for `free`, the bundled ones for `varied`, else the lines of the file `how`.
+
+    A line stands for one beginning, `\\n` in it for a line break.
+    Left to itself a small model asks the same few kinds of question; its users ask for code, sums and translations too.
+    """
+    if how == "free":
+        return [""]
+    file = BEGINNINGS if how == "varied" else Path(how)
+    lines = [line.replace("\\n", "\n") for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise BadData(f"prompt.begin={how}: the file has no lines; nearest: varied")
+    return lines
+
+
 def conversations(
     tokenizer: Any,
     ask: Generate,
@@ -37,6 +55,7 @@ def conversations(
     batch: int,
     known: set[str] | None = None,
     dropped: Counter | None = None,
+    begin: Sequence[str] = ("",),
 ) -> Iterator[dict[str, Any]]:
     """Records {"messages": [user, assistant], "finished": bool} that the target wrote itself, both sides.
 
@@ -46,6 +65,7 @@ def conversations(
         count: records to write. batch: prompts handed to `ask` and `answer` at a time.
         known: user turns not to be written again (added to).
         dropped: counts, by reason, what was thrown away (added to).
+        begin: first words of the user's turns, taken in turn.
 
     A record that is not `finished` was cut at the answer's limit: its end-of-turn is not the target's, never learnt.
 
@@ -56,6 +76,7 @@ def conversations(
     dropped = Counter() if dropped is None else dropped
     special = set(tokenizer.all_special_tokens)
     start = opening(tokenizer)
+    first_words = cycle(begin)
     written = 0
     pool: list[str] = []  # questions asked and not yet answered
     while written < count:
@@ -63,8 +84,9 @@ def conversations(
         fruitless = 0
         while len(pool) < wanted:
             before = len(pool)
-            for turn in ask([start] * batch):
-                question = turn.text.strip()
+            begun = [next(first_words) for _ in range(batch)]
+            for words, turn in zip(begun, ask([start + words for words in begun]), strict=True):
+                question = (words + turn.text).strip()
                 reason = _fault(turn, question, known, special)
                 if reason:
                     dropped[reason] += 1

@@ -18,11 +18,12 @@ def run(cfg: Any) -> None:
     from rich.console import Console
 
     from paceline.data.conversations import load_tokenizer, stop_ids, template_hash
-    from paceline.data.synthesis import Written, conversations, folded
+    from paceline.data.synthesis import Written, beginnings, conversations, folded
     from paceline.decode import Decoder, Sampler
     from paceline.models.target import Target, device_of, folder
     from paceline.scripts.terminal import progress
 
+    begin = beginnings(cfg.begin)
     where = folder(cfg.target.name, cfg.target.path)
     tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
     asked = cfg.target
@@ -39,6 +40,7 @@ def run(cfg: Any) -> None:
         "target": cfg.target.path or cfg.target.name,
         "target_fingerprint": target.fingerprint,
         "template_sha256": template_hash(tokenizer),
+        "begin": cfg.begin,
         "prompt": cfg.prompt.plain(),
         "answer": cfg.answer.plain(),
         "seed": cfg.seed,
@@ -68,7 +70,7 @@ def run(cfg: Any) -> None:
     console = Console()
     with file.open("a") as sink, progress("conversations", cfg.count, done=len(done)) as bar:
         for record in conversations(
-            tokenizer, writer(cfg.prompt), writer(cfg.answer), cfg.count - len(done), cfg.batch, known, dropped
+            tokenizer, writer(cfg.prompt), writer(cfg.answer), cfg.count - len(done), cfg.batch, known, dropped, begin
         ):
             sink.write(json.dumps(record, ensure_ascii=False) + "\n")
             bar.advance(f"{tokens} tokens, {tokens / bar.seconds:.0f} a second")
