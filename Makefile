@@ -11,11 +11,12 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
           --num_cpu_threads_per_process $(CORES)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo eagle test lint clean
 
 help:
 	@echo "make setup   build .venv with the tested versions"
 	@echo "make demo    train Medusa heads on the embedded target and measure them (outputs/demo)"
+	@echo "make eagle   the same with EAGLE-3, in about 25 minutes (outputs/eagle)"
 	@echo "make test    lint and run every test"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove .venv, builds and caches; outputs/ stays"
@@ -37,6 +38,10 @@ $(READY): pyproject.toml constraints.txt
 demo: setup
 	$(LAUNCH) train/medusa.py experiment=demo out=outputs/demo resume=true
 	$(BIN)/python scripts/evaluate.py drafter=outputs/demo/export eval.prompts=demo decode.nodes=24 hf_prompts=6 out=outputs/demo
+
+eagle: setup
+	$(LAUNCH) train/eagle.py experiment=eagle out=outputs/eagle resume=true
+	$(BIN)/python scripts/evaluate.py drafter=outputs/eagle/export eval.prompts=demo decode.tree=dynamic decode.nodes=32 hf_prompts=6 out=outputs/eagle
 
 # mypy knows no import hooks: it finds paceline.* through the link that setup lays (see pyproject.toml).
 lint: setup

@@ -33,6 +33,7 @@ from paceline.models.errors import Refusal
 CONF = Path(__file__).parent
 
 _SCHEMAS: dict[str, type[Section]] = {
+    "compare": schema.CompareConfig,
     "evaluate": schema.EvaluateConfig,
     "generate": schema.GenerateConfig,
     "synthesize": schema.SynthesizeConfig,
@@ -144,8 +145,13 @@ def _composer(folder: Path) -> Iterator[ConfigLoader]:
     logging.getLogger("hydra").addHandler(logging.NullHandler())
     if not folder.is_dir():
         raise Refusal(f"--config-path: no such folder: {folder}")
-    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-        yield GlobalHydra.instance().config_loader()
+    ours = GlobalHydra.instance()
+    running, ours.hydra = ours.hydra, None  # that of a job which composes other configs, as scripts/compare.py does
+    try:
+        with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def _parsed(word: str, loader: ConfigLoader) -> Override:
@@ -168,14 +174,15 @@ def _composed(loader: ConfigLoader, name: str, words: list[str]) -> DictConfig:
     try:
         chosen = set(hydra.compose(name, return_hydra_config=True).hydra.runtime.choices)
         groups, keys = [], []
+        searched = [word for word in words if word.startswith("hydra.searchpath=")]  # --config-dir
         for word in words:
             override = _parsed(word, loader)
-            if _is_choice(override, loader, chosen):
+            if _is_choice(override, loader, chosen, searched):
                 groups.append(word)
             else:
                 keys.append(override.key_or_group)
         # The options there are, once the groups are chosen: Hydra's own message would name no neighbour.
-        valid = [*chosen, *option_names(_plain(hydra.compose(name, groups, return_hydra_config=True)))]
+        valid = [*chosen, *option_names(_plain(hydra.compose(name, [*searched, *groups], return_hydra_config=True)))]
         for key in keys:
             if key not in valid and not key.startswith("hydra.job.env_set"):
                 raise Refusal(_unknown(key, valid))
@@ -193,12 +200,12 @@ def _unknown(key: str, valid: Iterable[str]) -> str:
     return f"{key}: no such option; nearest: {nearest(key, alike)}"
 
 
-def _is_choice(override: Override, loader: ConfigLoader, chosen: set[str]) -> bool:
+def _is_choice(override: Override, loader: ConfigLoader, chosen: set[str], searched: list[str]) -> bool:
     """Whether this chooses a file of a group (method=medusa), not a value. Raises Refusal where it chooses none."""
     group, choice = override.key_or_group, override.value()
     if override.is_sweep_override():
         raise Refusal(f"{group}: several values need --multirun, a text with commas needs quotes")
-    choices = loader.get_group_options(group) if "." not in group else []
+    choices = loader.get_group_options(group, config_name="base", overrides=searched) if "." not in group else []
     if not choices or isinstance(choice, dict):
         return False
     key = f"{group}@{override.package}" if override.package else group

@@ -203,11 +203,16 @@ def method_options(cls: type[Section], options: Any, info: ValidationInfo) -> An
         return options
     from paceline.models.drafter import methods
     from paceline.models.drafter import options as options_of
+    from paceline.models.export import check_start
 
     name = options.get("name")
     if name not in methods():
         raise Refusal(f"{info.field_name}.name: no such method {name!r}; nearest: {nearest(name, methods())}")
-    return options_of(name).model_validate(options)
+    if options.get("init_from"):
+        options = options | {"init_from": existing("method.init_from", absolute(options["init_from"], info))}
+    asked = options_of(name).model_validate(options)
+    check_start(asked)
+    return asked
 
 
 class TrainConfig(Section):
@@ -335,6 +340,26 @@ class SynthesizeConfig(Section):
     def _known_or_file(cls, begin: str, info: ValidationInfo) -> str:
         words = ("varied", "free")
         return begin if begin in words else existing("begin", absolute(begin, info), words)
+
+
+class CompareConfig(Section):
+    """All of scripts/compare.py."""
+
+    title: str
+    entry: str
+    common: list[str]
+    variants: dict[str, list[str]]
+    seeds: Positive
+    out: Place
+
+    @field_validator("entry")
+    @classmethod
+    def _trains(cls, entry: str) -> str:
+        entries = sorted(path.stem for path in Path(__file__).parent.glob("*.yaml"))
+        entries = [name for name in entries if (Path(__file__).parents[1] / "train" / f"{name}.py").exists()]
+        if entry not in entries:
+            raise Refusal(f"entry: no such entry {entry!r}; nearest: {nearest(entry, entries)}")
+        return entry
 
 
 def option_names(tree: dict[str, Any], prefix: str = "") -> list[str]:

@@ -2,7 +2,7 @@
 
 from paceline.decode.decoder import Decoder, Emitted, Generation, Stream
 from paceline.decode.report import DEFINITIONS, AcceptanceReport
-from paceline.decode.tree import DraftTree, DynamicShape, StaticShape, best_static, chain, grow, shape_of
+from paceline.decode.tree import DraftTree, DynamicShape, StaticShape, best_static, chain, grow, shape_of, usual_depth
 from paceline.decode.verify import VERIFIERS, Sampler, Verdict, reject, typical, walk
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "reject",
     "shape_of",
     "typical",
+    "usual_depth",
     "walk",
 ]

@@ -192,7 +192,7 @@ class Stream(Iterator[Emitted]):
         verified = Verified.of(hidden, ids, first, positions, count)
         memory = None
         if self.drafter is not None:
-            memory = self.drafter.memory(len(ids))
+            memory = self.drafter.memory(len(ids), room + shape.unfolded)
             if self.drafter.first_row < 0:
                 verified = verified.preceded(ids[:, :1])
         yield from self._emit([[token] for token in first])

@@ -88,6 +88,11 @@ class StaticShape:
         return 1 + len(self.paths)
 
     @property
+    def unfolded(self) -> int:
+        """Nodes the drafter steps into: those that have children."""
+        return len({path[:-1] for path in self.paths} - {()})
+
+    @property
     def levels(self) -> list[list[tuple[int, ...]]]:
         return [sorted(p for p in self.paths if len(p) == d) for d in range(1, self.depth + 1)]
 
@@ -102,6 +107,11 @@ class DynamicShape:
     nodes: int
     depth: int
     width: int
+
+    @property
+    def unfolded(self) -> int:
+        """Most nodes the drafter steps into."""
+        return self.width * (self.depth - 1)
 
 
 Shape = StaticShape | DynamicShape
@@ -133,6 +143,11 @@ def best_static(ranks: Tensor, nodes: int, depth: int, width: int = 32) -> Stati
     return StaticShape(tuple(best[: nodes - 1]))
 
 
+def usual_depth(drafter: Drafter) -> int:
+    """Draft tokens in a row where none are asked for: all heads, or without a limit as deep as trained, 4 at least."""
+    return drafter.max_depth or max(drafter.unroll, 4)
+
+
 def shape_of(
     tree: str, nodes: int, depth: int | None, width: int, drafter: Drafter | None, paths: Sequence[Sequence[int]] = ()
 ) -> Shape:
@@ -141,7 +156,7 @@ def shape_of(
     Args:
         tree: `chain`, `static` or `dynamic`.
         nodes: of a pass, the root included.
-        depth: None for as deep as the drafter was trained.
+        depth: None for the drafter's `usual_depth`.
         paths: the export's static tree, worthiest path first, so that its first `nodes - 1` are the best tree of that
             size. A drafter that has none (n-grams) drafts a chain instead.
 
@@ -155,7 +170,7 @@ def shape_of(
         raise Refusal(
             f"decode.depth={depth} is deeper than the drafter's {deepest} heads; nearest: decode.depth={deepest}"
         )
-    depth = depth or deepest or max(drafter.unroll, 4)
+    depth = depth or usual_depth(drafter)
     if tree == "dynamic":
         return DynamicShape(nodes, depth, width)
     if tree == "static" and paths:
@@ -243,9 +258,9 @@ def _descend(
     if drafter.reads_tokens:
         feature = level.feature.gather(1, parent[..., None].expand(-1, -1, level.feature.shape[-1]))
     else:  # every node of the level carries the same feature: one is enough
-        feature, tokens = level.feature[:, :1], tokens[:, :1]
+        feature, tokens, parent = level.feature[:, :1], tokens[:, :1], parent[:, :1]
     nodes = tokens.shape[1]
-    at = Context((ctx.positions + depth).expand(-1, nodes), torch.full_like(ctx.count, nodes), ctx.memory)
+    at = Context((ctx.positions + depth).expand(-1, nodes), torch.full_like(ctx.count, nodes), ctx.memory, parent)
     return drafter.step(feature, tokens, depth, at)
 
 

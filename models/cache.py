@@ -5,6 +5,8 @@ pass writes, and `keep` is told which of the rows just written stay.
 
     slot      0 ........ length-1 | length ... length+N-1
     holds     committed, slot=position | the N nodes of the last pass, in node order
+
+Drafters that attend keep their keys in one too, and write a tree level by level: each `behind` those before it.
 """
 
 import torch
@@ -30,23 +32,29 @@ class Cache(TransformersCache):
         self._slots = torch.empty(0)
         self._reach = 0
 
-    def place(self, nodes: int) -> Tensor:
+    def place(self, nodes: int, behind: int = 0) -> Tensor:
         """Reserve the slots of the next pass: returns [B, N], row b's nodes right behind its committed slots.
+
+        Args:
+            behind: slots left between, for passes before this one that were not committed either.
 
         Raises:
             Refusal: the pass does not fit the capacity (both numbers named).
         """
-        longest = int(self.length.max())
+        longest = int(self.length.max()) + behind
         if longest + nodes > self.capacity:
             raise Refusal(f"the cache holds {self.capacity} tokens, {longest} + {nodes} were asked for")
         self._reach = longest + nodes
-        self._slots = self.length[:, None] + torch.arange(nodes, device=self.length.device)
+        self._slots = self.length[:, None] + behind + torch.arange(nodes, device=self.length.device)
         return self._slots
 
-    @property
-    def reach(self) -> int:
-        """Slots that the pass being run can see, counted over the longest row."""
-        return self._reach
+    def visible(self, related: Tensor) -> Tensor:
+        """Who the pass being run may look at: [B, N, reach] bool, every committed slot of its row, and of the slack
+        what `related` [B, N, M] says (M slots from the row's length on)."""
+        slack = torch.arange(related.shape[2], device=related.device) + self.length[:, None]
+        known = torch.arange(self._reach, device=related.device) < self.length[:, None]
+        known = known[:, None].expand(-1, related.shape[1], -1)
+        return known.scatter(2, slack[:, None].expand(-1, related.shape[1], -1), related)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
         """transformers' door: write [B, heads, N, dim] at the placed slots, return what the pass may look at."""

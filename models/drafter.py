@@ -13,7 +13,7 @@ import importlib
 import math
 import pkgutil
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
@@ -23,20 +23,27 @@ from paceline.models.errors import Refusal
 from paceline.models.target import Target
 
 # What a drafter may be trained to minimise; train/objective.py computes each.
-LOSS_TERMS = {"kl", "ce"}
+LOSS_TERMS = {"kl", "ce", "smooth_l1"}
 
 
 class Options(BaseModel):
-    """The options every trained method has; a method adds its own. Refuses unknown names."""
+    """The options every trained method has; a method adds its own. Refuses unknown names.
+
+    init_from: an export whose weights and draft vocabulary are trained on. It says where a run began, not what a
+    drafter is, so no export carries it.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    # options that say how a drafter is trained, not what it is made of
+    TRAINING: ClassVar[frozenset[str]] = frozenset({"unroll", "objective", "decay", "init_from"})
 
     name: str
     unroll: PositiveInt | None = None
     draft_vocab: PositiveInt | None = None
-    taps: tuple[int, ...] = (-1,)
+    taps: tuple[int, ...] | None = (-1,)
     objective: dict[str, float] = {"kl": 1.0}
     decay: float = Field(default=0.8, gt=0, le=1)
+    init_from: str | None = None
 
     @field_validator("objective")
     @classmethod
@@ -61,6 +68,10 @@ class Options(BaseModel):
         """Whether there is anything to train."""
         return True
 
+    def fitted(self, target: Target) -> Self:
+        """These options with everything settled that follows the target unless set. Refusal: what it cannot follow."""
+        return self
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -81,12 +92,16 @@ class Context:
 
     positions: [B, N] of the rows in the text, t + depth for a chain that starts at feature t.
     count: [B] rows that are real; the rest of N is padding.
-    memory: what the drafter keeps of each row's verified text between rounds (`Drafter.memory`); None in training.
+    memory: what the drafter may look back at. Decoding: what it keeps of each row's text (`Drafter.memory`). Training:
+        `ChainKeys`.
+    parents: [B, N], which row of the call before each row goes on from; None where the rows are verified text, and in
+        training, where row t goes on from row t.
     """
 
     positions: Tensor
     count: Tensor
     memory: Any = None
+    parents: Tensor | None = None
 
 
 class Drafter(nn.Module):
@@ -98,6 +113,7 @@ class Drafter(nn.Module):
         reads_tokens: False where all nodes of one depth share their logits (Medusa).
         first_row: 0, or -1 for drafters of tokens only: row -1 reads x[0], without a feature.
         position_offset: added to a row's position for rotary embeddings.
+        detach: whether, in training, no gradient flows from a depth back into the feature' of the one before.
         vocab_map: [D] int64 target id of each draft id, ascending; None where D == V.
     """
 
@@ -106,11 +122,12 @@ class Drafter(nn.Module):
     reads_tokens: bool = True
     first_row: int = 0
     position_offset: int = 0
+    detach: bool = False
 
     def __init__(self, options: Any, shape: Shape, vocab_map: Tensor | None = None):
         super().__init__()
         self.options, self.shape = options, shape
-        self.taps: tuple[int, ...] = options.taps
+        self.taps: tuple[int, ...] = options.taps or ()
 
     @property
     def unroll(self) -> int:
@@ -136,10 +153,11 @@ class Drafter(nn.Module):
         """[B, N, F] features, [B, N] tokens that follow -> feature' [B, N, F'] for the children, state [B, N, H]."""
         raise NotImplementedError
 
-    def memory(self, rows: int) -> Any:
+    def memory(self, rows: int, room: int) -> Any:
         """What this drafter keeps between rounds of decoding `rows` texts, empty; `select(rows)` of it keeps some.
 
-        `step` fills it at depth 0, whose rows are newly verified text; nothing drafted may enter.
+        `step` fills it at depth 0, whose rows are newly verified text; nothing drafted may outlast its round.
+        room: slots that the longest text and the nodes unfolded in one round need together.
         """
         return None
 
@@ -152,6 +170,9 @@ class Drafter(nn.Module):
 
     def borrow(self, target: Target) -> None:
         """Take, by reference, what stays the target's own and is not exported."""
+
+    def check_vocabulary(self) -> None:
+        """Raises ValueError where tensors that were read from a file contradict the draft vocabulary."""
 
     def engine_config(self) -> dict[str, Any]:
         """What other engines look for in this method's `config.json`."""

@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from paceline.models.drafter import Drafter, Shape, build, methods, options
+from paceline.models.drafter import Drafter, Options, Shape, build, methods, options
 from paceline.models.errors import Refusal
 from paceline.models.layers import checked_map
+from paceline.models.packed import pack_weights
 from paceline.models.target import DTYPES, Target
 
 VERSION = 1
+INIT = "method.init_from"
 SLOTS = "depth k at position t reads the token at t+1+k and predicts the token at t+2+k"
 
 
@@ -43,7 +45,7 @@ def save_export(drafter: Drafter, folder: str | Path, dtype: str, target: dict[s
     }
     description = {
         "paceline": VERSION,
-        "method": drafter.options.model_dump(mode="json"),
+        "method": drafter.options.model_dump(mode="json", exclude={"init_from"}),
         "shape": asdict(drafter.shape),
         "slots": SLOTS,
         "taps": list(drafter.taps),
@@ -86,66 +88,117 @@ def _exchange(new: Path, old: Path) -> None:
         aside.rename(new)
 
 
-def describe(folder: str | Path) -> dict[str, Any]:
-    """drafter.json of an export, checked as far as that is possible without a target.
+def describe(folder: str | Path, option: str = "drafter") -> dict[str, Any]:
+    """drafter.json of an export, checked as far as that is possible without a target. option: what named the folder.
 
     Raises:
         Refusal: no export there, of another version, or with options this version does not know.
     """
     folder = Path(folder)
-    file = folder / "drafter.json"
+    where, file = f"{option}={folder}", folder / "drafter.json"
     if not file.is_file():
         below = [str(child.parent) for child in sorted(folder.glob("**/drafter.json"))[:1]]
         hint = f"; nearest: {below[0]}" if below else ""
-        raise Refusal(f"drafter={folder}: no export there (it has no drafter.json){hint}")
+        raise Refusal(f"{where}: no export there (it has no drafter.json){hint}")
     try:
         about = json.loads(file.read_text())
         version, name = about["paceline"], about["method"]["name"]
         Shape(**about["shape"])
         _ = about["target"]["fingerprint"], DTYPES[about["dtype"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise Refusal(f"drafter={folder}: drafter.json is damaged ({type(error).__name__}: {error})") from error
+        raise Refusal(f"{where}: drafter.json is damaged ({type(error).__name__}: {error})") from error
     if version != VERSION:
-        raise Refusal(f"drafter={folder}: written in format {version}, this paceline reads {VERSION}")
+        raise Refusal(f"{where}: written in format {version}, this paceline reads {VERSION}")
     if name not in methods():
-        raise Refusal(f"drafter={folder}: method {name!r} is not known here; one of {', '.join(methods())}")
+        raise Refusal(f"{where}: method {name!r} is not known here; one of {', '.join(methods())}")
     try:
         options(name).model_validate(about["method"])
     except ValidationError as error:
         first = error.errors()[0]
-        raise Refusal(f"drafter={folder}: {'.'.join(map(str, ('method', *first['loc'])))}: {first['msg']}") from error
+        raise Refusal(f"{where}: {'.'.join(map(str, ('method', *first['loc'])))}: {first['msg']}") from error
     return about
 
 
-def load_export(folder: str | Path, target: Target, dtype: str | None = None) -> tuple[Drafter, dict[str, Any]]:
+def load_export(
+    folder: str | Path, target: Target, dtype: str | None = None, option: str = "drafter"
+) -> tuple[Drafter, dict[str, Any]]:
     """The drafter of an export, ready to draft for `target`, and its drafter.json.
 
     Args:
-        dtype: of the loaded drafter; None: as exported.
+        dtype: of the loaded drafter; None: as exported. option: what named the folder.
 
     Raises:
         Refusal: a missing, extra, misshapen or unreadable tensor by name; a drafter trained for another target.
     """
-    about = describe(folder)
-    _same_target(folder, about["target"]["fingerprint"], target)
+    about, where = describe(folder, option), f"{option}={folder}"
+    _same_target(where, about["target"]["fingerprint"], target)
     opts = options(about["method"]["name"]).model_validate(about["method"])
     file = Path(folder) / "model.safetensors"
     try:
         with safe_open(file, "pt") as stored:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError) as error:
-        raise Refusal(f"drafter={folder}: model.safetensors cannot be read ({error})") from error
+        raise Refusal(f"{where}: model.safetensors cannot be read ({error})") from error
     stand_in = torch.arange(opts.draft_vocab) if opts.draft_vocab else None
     drafter = build(opts, Shape(**about["shape"]), stand_in)
-    load_tensors(drafter, tensors, f"drafter={folder}")
+    load_tensors(drafter, tensors, where)
     try:
         if drafter.vocab_map is not None:
             checked_map(drafter.vocab_map, drafter.shape.vocab)
+        drafter.check_vocabulary()
     except ValueError as error:
-        raise Refusal(f"drafter={folder}: {error}") from error
+        raise Refusal(f"{where}: {error}") from error
     drafter.to(target.device, DTYPES[dtype or about["dtype"]]).eval().requires_grad_(False)
     drafter.borrow(target)
+    pack_weights(drafter)
     return drafter, about
+
+
+def warm_start(asked: Options, target: Target) -> tuple[Drafter, dict[str, Any]]:
+    """A float32 drafter that begins as the export `asked.init_from`, to be trained as `asked` says; its drafter.json.
+
+    asked: `fitted` to the target.
+
+    Raises:
+        Refusal: an option contradicts what the export is made of, or load_export's reasons.
+    """
+    assert asked.init_from is not None
+    known, about = load_export(asked.init_from, target, "float32", INIT)
+    _check_made_alike(asked, about)
+    drafter = build(asked, known.shape, known.vocab_map)
+    drafter.load_state_dict(known.state_dict())
+    return drafter, about
+
+
+def check_start(asked: Options) -> None:
+    """Raises Refusal where what `asked.init_from` names is no export, or not made as `asked` says.
+
+    Needs no target: what follows the target, or is all of its vocabulary, is left to `warm_start`.
+    """
+    if asked.init_from is not None:
+        _check_made_alike(asked, describe(asked.init_from, INIT), settled=False)
+
+
+def _check_made_alike(asked: Options, about: dict[str, Any], settled: bool = True) -> None:
+    """settled: None in an option is a value like others; else what is not known yet."""
+    known, folder = options(about["method"]["name"]).model_validate(about["method"]), asked.init_from
+    theirs, ours = (_made_of(options_, set(asked.TRAINING)) for options_ in (known, asked))
+    for name, value in ours.items():
+        there = theirs.get(name)
+        if value == there or (not settled and (value is None or there is None)):
+            continue
+        asks, has = (json.dumps(v).strip('"') for v in (value, there))
+        nearest = f"method={has}" if name == "name" else f"method.{name}={has}"
+        raise Refusal(f"method.{name}: {asks}, but {INIT}={folder} has {has}; nearest: {nearest}")
+
+
+def _made_of(options_: Options, training: set[str]) -> dict[str, Any]:
+    """Options by their dotted names, without those that say how it is trained."""
+    made: dict[str, Any] = {}
+    for name, value in options_.model_dump(mode="json", exclude=training).items():
+        inside = isinstance(getattr(options_, name), BaseModel)
+        made |= {f"{name}.{part}": v for part, v in value.items()} if inside else {name: value}
+    return made
 
 
 def load_tensors(drafter: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str) -> None:
@@ -164,13 +217,13 @@ def load_tensors(drafter: torch.nn.Module, tensors: dict[str, torch.Tensor], whe
     drafter.load_state_dict(tensors)
 
 
-def _same_target(folder: str | Path, theirs: str, target: Target) -> None:
+def _same_target(where: str, theirs: str, target: Target) -> None:
     ours = target.fingerprint
     tables, _, layers = theirs.partition("-")
     my_tables, _, my_layers = ours.partition("-")
     comparable = "quantised" not in (layers, my_layers)
     if tables != my_tables or (comparable and layers != my_layers):
         raise Refusal(
-            f"drafter={folder} was trained for a target with fingerprint {theirs}, "
+            f"{where} was trained for a target with fingerprint {theirs}, "
             f"target={target.source} has {ours}: give the target it was trained for, or train a new drafter"
         )

@@ -1,8 +1,17 @@
 """Layers that several drafters are made of. Knows no method."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
 import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from paceline.models.drafter import Context
+from paceline.models.errors import Refusal
+from paceline.models.target import rope_frequencies
 
 
 class ResBlock(nn.Module):
@@ -30,3 +39,145 @@ def checked_map(vocab_map: Tensor, vocab: int) -> Tensor:
     if ids.ndim != 1 or len(ids) == 0 or bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
         raise ValueError(f"a draft vocabulary is an ascending list of distinct ids below {vocab}")
     return ids.clone()
+
+
+def turned_into_offsets(vocab_map: Tensor | None, vocab: int) -> tuple[Tensor | None, Tensor | None]:
+    """A draft vocabulary as EAGLE-3 stores it: d2t [D] int64, target id - draft id; t2d [V] bool, what it holds."""
+    if vocab_map is None:
+        return None, None
+    ids = checked_map(vocab_map, vocab)
+    known = torch.zeros(vocab, dtype=torch.bool)
+    known[ids] = True
+    return ids - torch.arange(len(ids)), known
+
+
+# ---------------------------------------------------------------- a decoder layer
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm of the last dimension, in the dtype of what it reads: fused, float32 inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class LayerOptions(BaseModel):
+    """What a decoder layer is made of; None: as the target's own layers.
+
+    rope: transformers' `rope_parameters` (rope_type, rope_theta, ...). qk_norm: RMSNorm over each head of q and k.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    heads: PositiveInt | None = None
+    kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    intermediate: PositiveInt | None = None
+    activation: str | None = None
+    eps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    rope: dict[str, Any] | None = None
+    qk_norm: bool | None = None
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    mlp_bias: bool | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        return self.checked()
+
+    def checked(self) -> Self:
+        """Itself. Refusal: no layer can be made so, whatever the target."""
+        if self.activation is not None and self.activation not in ACTIVATIONS:
+            raise Refusal(f"method.layer.activation: {self.activation} is not one of {', '.join(ACTIVATIONS)}")
+        if self.heads and self.kv_heads and self.heads % self.kv_heads:
+            below = max(n for n in range(1, self.kv_heads) if self.heads % n == 0)
+            raise Refusal(f"method.layer.kv_heads: {self.kv_heads} cannot share {self.heads} heads; nearest: {below}")
+        if self.head_dim and self.head_dim % 2:
+            raise Refusal(
+                f"method.layer.head_dim: {self.head_dim} is odd, rotary turns pairs; nearest: {self.head_dim + 1}"
+            )
+        if self.rope is not None:
+            rope_frequencies(self.rope, self.head_dim or 64)
+        return self
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Rotary:
+    """Rotary angles of positions. No module, so that no cast to 16 bits reaches the frequencies.
+
+    frequencies [D / 2] float32 (fewer where only the first part of a head turns); scaling multiplies cos and sin.
+    """
+
+    def __init__(self, frequencies: Tensor, scaling: float = 1.0):
+        self.frequencies, self.scaling = frequencies.float(), scaling
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[B, N] -> cos, sin [B, 1, N, 2 * frequencies], computed in float32."""
+        self.frequencies = self.frequencies.to(positions.device)
+        angles = positions[:, None, :, None].float() * self.frequencies
+        angles = torch.cat([angles, angles], -1)
+        return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+
+
+def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of [B, heads, N, D]; what lies beyond the angles' width stays."""
+    cos, sin = angles
+    width = cos.shape[-1]
+    x, rest = x[..., :width], x[..., width:]
+    first, second = x.chunk(2, -1)
+    return torch.cat([x * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose keys the caller keeps. inputs: width of what is read; hidden: of the result."""
+
+    def __init__(self, inputs: int, hidden: int, options: LayerOptions):
+        super().__init__()
+        heads, kv_heads, self.size = _known(options.heads), _known(options.kv_heads), _known(options.head_dim)
+        bias = bool(options.qkv_bias)
+        self.q_proj = nn.Linear(inputs, heads * self.size, bias=bias)
+        self.k_proj = nn.Linear(inputs, kv_heads * self.size, bias=bias)
+        self.v_proj = nn.Linear(inputs, kv_heads * self.size, bias=bias)
+        self.o_proj = nn.Linear(heads * self.size, hidden, bias=bool(options.out_bias))
+        self.q_norm = RMSNorm(self.size, eps=options.eps) if options.qk_norm else None
+        self.k_norm = RMSNorm(self.size, eps=options.eps) if options.qk_norm else None
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], depth: int, layer: int, ctx: Context) -> Tensor:
+        """[B, N, inputs] -> [B, N, hidden]."""
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        seen = ctx.memory.attend(ctx, depth, layer, turned(q, angles), turned(k, angles), v)
+        return self.o_proj(seen.transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate x) * up x)."""
+
+    def __init__(self, hidden: int, options: LayerOptions):
+        super().__init__()
+        width, bias = _known(options.intermediate), bool(options.mlp_bias)
+        self.gate_proj = nn.Linear(hidden, width, bias=bias)
+        self.up_proj = nn.Linear(hidden, width, bias=bias)
+        self.down_proj = nn.Linear(width, hidden, bias=bias)
+        self.act = ACTIVATIONS[options.activation or "silu"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _known(value: int | None) -> int:
+    if value is None:
+        raise ValueError("options of a layer that follow the target have to be settled first: Options.fitted(target)")
+    return value

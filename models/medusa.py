@@ -27,8 +27,9 @@ class MedusaOptions(Options):
     def _every_head_trained(self) -> "MedusaOptions":
         if self.unroll not in (None, self.heads):
             raise Refusal(f"method.unroll: {self.unroll} leaves heads untrained; nearest: method.heads={self.unroll}")
-        if len(self.taps) != 1:
-            raise Refusal(f"method.taps: {list(self.taps)}, but Medusa heads read one hidden state; nearest: [-1]")
+        if self.taps is None or len(self.taps) != 1:
+            taps = self.taps and list(self.taps)
+            raise Refusal(f"method.taps: {taps}, but Medusa heads read one hidden state; nearest: [-1]")
         return self
 
     def depth_limit(self) -> int | None:

@@ -47,7 +47,7 @@ class Ngram(Drafter):
         super().__init__(options, shape)
         self.taps = ()
 
-    def memory(self, rows: int) -> "Texts":
+    def memory(self, rows: int, room: int) -> "Texts":
         return Texts([] for _ in range(rows))
 
     def read(self, hidden: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.models.cache import Cache
 from paceline.models.errors import Refusal
+from paceline.models.packed import Packed, pack_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
@@ -160,17 +161,21 @@ class Head:
     """An output head with everything the model does after it: softcap · tanh(scale · (W h + b) / softcap).
 
     weight [V, H], bias [V] or None. Frozen: gradients pass through to the state, none reaches the weight.
+    packed: the same weight and bias, quicker where no gradient is asked for.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    packed: Packed | None = None
 
     def __call__(self, state: Tensor) -> Tensor:
         """[..., H] -> logits [..., V]."""
-        bias = None if self.bias is None else self.bias.detach()
-        logits = F.linear(state, self.weight.detach(), bias)
+        if self.packed is not None:
+            logits = self.packed(state)
+        else:
+            logits = F.linear(state, self.weight.detach(), None if self.bias is None else self.bias.detach())
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -181,8 +186,9 @@ class Head:
         """The same head over these ids only ([D] int64); None for all of them."""
         if ids is None:
             return self
-        bias = None if self.bias is None else self.bias[ids]
-        return Head(self.weight[ids], bias, self.scale, self.softcap)
+        weight, bias = self.weight[ids], None if self.bias is None else self.bias[ids]
+        packed = None if self.packed is None else Packed(weight, bias)
+        return Head(weight, bias, self.scale, self.softcap, packed)
 
 
 # ---------------------------------------------------------------- the target
@@ -253,7 +259,9 @@ class Target(nn.Module):
                 )
             except (OSError, ValueError) as error:
                 raise Refusal(f"target.path={folder}: {str(error).strip().splitlines()[0]}") from error
-        return cls(model if extra else model.to(device), vocab, str(folder))
+        target = cls(model if extra else model.to(device), vocab, str(folder))
+        pack_weights(target.model)
+        return target
 
     # -- passes
 
@@ -282,14 +290,14 @@ class Target(nn.Module):
         """
         device = ids.device
         if cache is not None:
-            slots = cache.place(ids.shape[1])
+            cache.place(ids.shape[1])
             if tree is None:
                 tree = (
                     torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=device)
                     .tril()
                     .expand(len(ids), -1, -1)
                 )
-            visible = _visible(tree, cache, slots)
+            visible = cache.visible(tree)
             positions = cache.length[:, None] + tree.sum(-1) - 1
         else:
             causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=device).tril()
@@ -332,9 +340,100 @@ class Target(nn.Module):
         """The model's own output head: head(last) == its logits."""
         table = self.model.get_output_embeddings()
         scale = 1.0 / _number(self.config, "logits_scaling", 1.0) * _number(self.config, "logit_scale", 1.0)
-        return Head(
-            table.weight, getattr(table, "bias", None), scale, getattr(self.config, "final_logit_softcapping", None)
-        )
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        packed = table.forward if isinstance(table.forward, Packed) else None
+        return Head(table.weight, getattr(table, "bias", None), scale, softcap, packed)
+
+    # -- what a drafter can be made like, or started from
+
+    def layer_form(self) -> dict[str, Any]:
+        """What this target's layers are made of, in the words of `LayerOptions`."""
+        config, names = self.config, dict(self.blocks[-1].named_parameters())
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or self.hidden // heads
+        rope = getattr(config, "rope_parameters", None) or {}
+        if "rope_theta" not in rope:  # one set for each kind of layer: that of full attention
+            rope = rope.get("full_attention") or next((v for v in rope.values() if isinstance(v, dict)), {})
+        limits = {"max_position_embeddings": getattr(config, "max_position_embeddings", None)}
+        norm = names.get("self_attn.q_norm.weight")
+        return {
+            "heads": heads,
+            "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": size,
+            "intermediate": getattr(config, "intermediate_size", None) or 4 * self.hidden,
+            "activation": getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu",
+            "eps": _number(config, "rms_norm_eps", 1e-6),
+            "rope": {"rope_type": "default", "rope_theta": 10000.0} | {k: v for k, v in limits.items() if v} | rope,
+            "qk_norm": norm is not None and norm.shape == (size,),
+            "qkv_bias": any(name in names for name in ("self_attn.q_proj.bias", "self_attn.qkv_proj.bias")),
+            "out_bias": "self_attn.o_proj.bias" in names,
+            "mlp_bias": "mlp.down_proj.bias" in names,
+        }
+
+    def layer_tensors(self, layer: int) -> dict[str, Tensor]:
+        """Float32 copies of one layer's weights under Llama's names; norms as what they multiply by.
+
+        Raises:
+            Refusal: the layer is not made of Llama's parts (mixtures of experts, latent attention, other norms).
+        """
+        if not -self.layers <= layer < self.layers:
+            raise Refusal(
+                f"method.start_layer: this target has layers 0 to {self.layers - 1} (-1: the last), not {layer}"
+            )
+        block = self.blocks[layer]
+        names = {name: parameter.detach() for name, parameter in block.named_parameters()}
+        form = self.layer_form()
+        wide, narrow = form["heads"] * form["head_dim"], form["kv_heads"] * form["head_dim"]
+        for kind in ("weight", "bias"):
+            if f"self_attn.qkv_proj.{kind}" in names:
+                parts = names[f"self_attn.qkv_proj.{kind}"].split([wide, narrow, narrow])
+                names |= {f"self_attn.{x}_proj.{kind}": part for x, part in zip("qkv", parts, strict=True)}
+            if f"mlp.gate_up_proj.{kind}" in names:
+                parts = names[f"mlp.gate_up_proj.{kind}"].chunk(2)
+                names |= {f"mlp.{x}_proj.{kind}": part for x, part in zip(("gate", "up"), parts, strict=True)}
+        before_mlp = "pre_feedforward_layernorm"
+        if not hasattr(block, before_mlp):
+            before_mlp = "post_attention_layernorm"
+        wanted = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+        out: dict[str, Tensor] = {}
+        for name in wanted:
+            if f"{name}.weight" not in names or names[f"{name}.weight"].ndim != 2:
+                raise _unlike_llama(self, f"{name}.weight")
+            if not names[f"{name}.weight"].is_floating_point():
+                raise Refusal("method.start=target: this target is quantised; nearest: method.start=random")
+            both = (f"{name}.weight", f"{name}.bias")
+            out |= {part: names[part] for part in both if part in names}
+        for name, theirs, width in (
+            ("input_layernorm", "input_layernorm", self.hidden),
+            ("post_attention_layernorm", before_mlp, self.hidden),
+            *((f"self_attn.{x}_norm", f"self_attn.{x}_norm", form["head_dim"]) for x in "qk" if form["qk_norm"]),
+        ):
+            try:
+                norm = block.get_submodule(theirs)
+            except AttributeError:
+                raise _unlike_llama(self, theirs) from None
+            out[f"{name}.weight"] = self._multiplier(norm, width)
+        return {name: tensor.float().clone() for name, tensor in out.items()}
+
+    def final_norm(self) -> Tensor:
+        """[H] float32, what the last norm multiplies by. Raises Refusal where there is none."""
+        norms = [m for name, m in self.body.named_children() if "norm" in name.lower()]
+        if len(norms) != 1:
+            raise _unlike_llama(self, "final norm")
+        return self._multiplier(norms[0], self.hidden)
+
+    @torch.no_grad()
+    def _multiplier(self, norm: nn.Module, width: int) -> Tensor:
+        """[width] float32, what an RMSNorm multiplies by (Gemma's by 1 + weight). Refusal: it is another kind of norm.
+
+        That is its answer to numbers of one size, which it takes to 1; they are so large that its eps is lost.
+        """
+        ones = torch.ones(width, device=self.device)
+        signs = 1 - 2 * (torch.arange(width, device=self.device) % 2)
+        same, mixed = (norm(1024 * x[None, None])[0, 0] for x in (ones, ones * signs))
+        if not torch.equal(same, mixed * signs):  # where the mean is taken off, or something added
+            raise _unlike_llama(self, "RMSNorm")
+        return same.float()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -430,11 +529,36 @@ class Target(nn.Module):
             raise Refusal(f"target: {name} does something to its embeddings that paceline does not know")
 
 
-def _visible(tree: Tensor, cache: Cache, slots: Tensor) -> Tensor:
-    """[B, N, reach] bool: committed slots of the own row, and the node's ancestors in the slack."""
-    nodes = slots.shape[1]
-    visible = (torch.arange(cache.reach, device=slots.device) < cache.length[:, None])[:, None, :].expand(-1, nodes, -1)
-    return visible.scatter(2, slots[:, None, :].expand(-1, nodes, -1), tree)
+def _unlike_llama(target: Target, part: str) -> Refusal:
+    name = type(target.model).__name__
+    return Refusal(f"method.start: {name}'s layers have no {part} to start from; nearest: method.start=random")
+
+
+def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    """[D / 2] float32 rotary frequencies and what cos and sin are multiplied by, as transformers computes them.
+
+    rope: transformers' `rope_parameters` and `max_position_embeddings`. Refusal: a kind that depends on the length.
+    """
+    from transformers import PretrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = rope.get("rope_type", "default")
+    if kind != "default" and (kind in ("dynamic", "longrope") or kind not in ROPE_INIT_FUNCTIONS):
+        raise Refusal(f"method.layer.rope: {kind} is not available in a drafter; nearest: rope_type: default")
+    if "rope_theta" not in rope:
+        raise Refusal("method.layer.rope: rope_theta is missing; nearest: {rope_type: default, rope_theta: 10000.0}")
+    if kind == "default":
+        width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+        return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
+    parameters = {key: value for key, value in rope.items() if key != "max_position_embeddings"}
+    config = PretrainedConfig(head_dim=head_dim, hidden_size=head_dim, num_attention_heads=1)
+    config.max_position_embeddings = rope.get("max_position_embeddings", 2048)
+    config.rope_parameters = parameters
+    try:
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    except KeyError as error:
+        raise Refusal(f"method.layer.rope: rope_type {kind} needs {error.args[0]}") from None
+    return frequencies.float(), float(scaling)
 
 
 def _number(config, name: str, default: float) -> float:

@@ -119,7 +119,7 @@ class Dictated(Drafter):
 
     first_row = -1
 
-    def memory(self, rows: int) -> Texts:
+    def memory(self, rows: int, room: int) -> Texts:
         return Texts([] for _ in range(rows))
 
     def __init__(self, texts: Sequence[Sequence[int]], rank: Callable[[int], int | None] = lambda place: 0):

@@ -83,9 +83,9 @@ def options(folder: Path, target: Path, *more: str) -> list[str]:
     return [f"{key}={value}" for key, value in (small | given).items()]
 
 
-def config(folder: Path, target: Path, *more: str) -> Any:
-    """`options`, checked."""
-    return load("medusa", *options(folder, target, *more))
+def config(folder: Path, target: Path, *more: str, program: str = "medusa") -> Any:
+    """`options`, checked, for a program of train/."""
+    return load(program, *options(folder, target, *more))
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

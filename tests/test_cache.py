@@ -114,3 +114,36 @@ def test_buffers_are_allocated_once(llama: Target) -> None:
     llama.keep(cache, torch.tensor([[0, 2]]), torch.tensor([2]))
     assert [buffer.data_ptr() for buffer in (*cache.keys, *cache.values)] == before
     assert cache.keys[0].shape == (1, 2, cache.capacity, 8)
+
+
+# ---------------------------------------------------------------- a tree written level by level
+
+
+def keys(values: list[list[int]]) -> Tensor:
+    """Numbers [B, N] as keys of one head, of one number each."""
+    return torch.tensor(values, dtype=torch.float)[:, None, :, None]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_levels_lie_behind_each_other_and_are_forgotten_together(rows: int) -> None:
+    cache = Cache(rows, 12)
+    cache.place(3)
+    cache.update(keys([[1, 2, 3], [4, 5, 0]][:rows]), keys([[1, 2, 3], [4, 5, 0]][:rows]), 0)
+    cache.keep(torch.empty(rows, 0, dtype=torch.long), torch.tensor([3, 2][:rows]))
+    for turn in range(2):  # nothing of a tree outlasts it
+        assert cache.place(2).tolist() == [[3, 4], [2, 3]][:rows]
+        cache.update(keys([[10, 11], [20, 21]][:rows]), keys([[10, 11], [20, 21]][:rows]), 0)
+        assert cache.place(1, behind=2).tolist() == [[5], [4]][:rows]
+        seen, _ = cache.update(keys([[12], [22]][:rows]), keys([[12], [22]][:rows]), 0)
+        assert [row[:size] for row, size in zip(seen[:, 0, :, 0].tolist(), (6, 5), strict=False)] == [
+            [1, 2, 3, 10, 11, 12],
+            [4, 5, 20, 21, 22],
+        ][:rows]
+        # a node that descends from the second of the level before
+        related = torch.tensor([[[False, True, True]]]).expand(rows, -1, -1)
+        looked_at = [
+            row[mask].tolist() for row, mask in zip(seen[:, 0, :, 0], cache.visible(related)[:, 0], strict=True)
+        ]
+        assert looked_at == [[1, 2, 3, 11, 12], [4, 5, 21, 22]][:rows], turn
+    with pytest.raises(Refusal, match=r"holds 12 tokens, 11 \+ 2"):
+        cache.place(2, behind=8)

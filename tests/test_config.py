@@ -69,6 +69,34 @@ ALSO_REFUSED = {
     "--config-name=mdusa": ["mdusa", "nearest: medusa"],
     "heads": ["heads:", "NAME=VALUE"],
 }
+# The same for train/eagle.py, the options parted by bars.
+EAGLE_REFUSED = {
+    "method=eagle|method.taps=[0,1]": ["method.taps: [0, 1]", "join=fc", "nearest: [-1]"],
+    "method.taps=[1,1]": ["method.taps: [1, 1]", "distinct"],
+    "method.taps=[]": ["method.taps: []"],
+    "method=hass|method.join=attention": ["method.objective.smooth_l1:", "join=attention", "nearest: 0"],
+    "+method.objective.smooth_l1=1": ["method.objective.smooth_l1:", "nearest: method.objective"],
+    "method.objective={smooth_l1: 1.0}": ["method.objective.smooth_l1:", "nearest: method.objective"],
+    "method=hss": ["method:", "'hss'", "nearest: hass"],
+    "method.join=attn": ["method.join: 'attn'", "nearest: attention"],
+    "method.start=targt": ["method.start: 'targt'", "nearest: target"],
+    "method.noise=-0.1": ["method.noise: -0.1", "greater than or equal to 0"],
+    "method.noise=inf": ["method.noise: inf", "finite"],
+    "method.unroll=0": ["method.unroll: 0", "greater than 0"],
+    "method.layer.head=3": ["method.layer.head:", "nearest: method.layer.heads"],
+    "+method.layer.kv_head=3": ["method.layer.kv_head:", "nearest: method.layer.kv_heads"],
+    "method.layer.activation=sillu": ["method.layer.activation: sillu", "silu, swish, gelu"],
+    "method.layer.heads=4|method.layer.kv_heads=3": ["method.layer.kv_heads: 3", "4 heads", "nearest: 2"],
+    "method.layer.head_dim=15": ["method.layer.head_dim: 15", "nearest: 16"],
+    "method.layer.heads=2.5": ["method.layer.heads: 2.5", "integer"],
+    "method.layer.eps=0": ["method.layer.eps: 0", "greater than 0"],
+    "method.layer.rope={rope_type: dynamic}": ["method.layer.rope: dynamic", "nearest: rope_type: default"],
+    "method.layer.rope={rope_type: default}": ["method.layer.rope: rope_theta", "rope_theta: 10000.0"],
+    "method.layer.rope={rope_type: yarn, rope_theta: 1e4}": ["method.layer.rope: rope_type yarn needs factor"],
+    "method.layer=5": ["method.layer: 5"],
+    "method.init_from=nowhere": ["method.init_from: no such file or folder", "nowhere"],
+    "method.init_from=conf": ["method.init_from=", "no export there"],
+}
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, name: str, *words: str, text: tuple[str, ...] = ()) -> list[Any]:
@@ -103,6 +131,33 @@ def test_every_other_mistake_is_one_line_too(option: str, monkeypatch: Any, caps
     line = refusal(monkeypatch, capsys, option)
     for words in ALSO_REFUSED[option]:
         assert words in line, line
+
+
+@pytest.mark.parametrize("words", EAGLE_REFUSED)
+def test_what_eagle_cannot_be_is_one_line_before_a_model_loads(words: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    line = refusal(monkeypatch, capsys, *words.split("|"), name="eagle")
+    for part in EAGLE_REFUSED[words]:
+        assert part in line, line
+
+
+def test_eagles_program_refuses_in_one_line_too() -> None:
+    command = [sys.executable, "train/eagle.py", "method=eagle", "method.taps=[0,1]"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
+    assert "paceline: method.taps: [0, 1]" in done.stderr
+
+
+def test_an_eagle_drafts_as_deep_as_asked_and_its_layer_can_be_said() -> None:
+    cfg = load("eagle", "decode.depth=64", "method.unroll=9", "method.layer.heads=6", "method.layer.qk_norm=true")
+    assert cfg.decode.depth == 64 and cfg.method.unroll == 9
+    layer = cfg.method.layer
+    assert (layer.heads, layer.qk_norm, layer.kv_heads) == (6, True, None)
+    cfg = load("eagle", "method.layer.rope={rope_type: linear, rope_theta: 10000.0, factor: 2.0}")
+    assert cfg.method.layer.rope == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    assert validated(TrainConfig, yaml.safe_load(cfg.yaml()), "/nowhere") == cfg
+    eagle, hass = (load("eagle", f"method={name}").method for name in ("eagle", "hass"))
+    assert (eagle.unroll, hass.unroll) == (1, 3) and eagle.model_copy(update={"unroll": 3}) == hass
 
 
 def test_a_missing_file_is_named_in_full_with_its_neighbour(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
@@ -223,14 +278,17 @@ def test_every_yaml_of_every_group_is_valid(choice: str, tmp_path: Path) -> None
         "data=hub": ["data.path=org/chats"],
     }
     elsewhere = {"target=export": ["target=export"], "method=ngram": ["method@ngram=ngram"]}
-    if choice in elsewhere:
+    if choice.startswith("comparison="):
+        recipe = load("compare", choice)
+        assert all(load(recipe.entry, *recipe.common, *more) for more in recipe.variants.values())
+    elif choice in elsewhere:
         assert load("evaluate", f"drafter={tmp_path}", *elsewhere[choice])
     else:
         cfg = load("medusa", choice, *needs.get(choice, []))
         assert validated(TrainConfig, yaml.safe_load(cfg.yaml()), "/nowhere") == cfg  # config.yaml of a run reads back
 
 
-@pytest.mark.parametrize("name", ["medusa", "generate", "synthesize"])
+@pytest.mark.parametrize("name", ["medusa", "eagle", "generate", "synthesize"])
 def test_every_entry_runs_on_the_tiny_target(name: str) -> None:
     assert load(name, "target=tiny").target.name == "tiny"
 

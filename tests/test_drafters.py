@@ -69,7 +69,7 @@ def test_a_shared_head_that_was_not_lent_is_loud(target: Target) -> None:
 
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     assert {"medusa", "ngram"} <= set(methods())
-    with pytest.raises(Refusal, match="no such method; one of medusa, ngram"):
+    with pytest.raises(Refusal, match="no such method; one of eagle, medusa, ngram"):
         build(options("ngram")(name="medussa"), Shape(32, 3, VOCAB))
 
 

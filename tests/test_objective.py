@@ -4,24 +4,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.train.objective import NEEDS_TEACHER, TERMS, mixed
+from paceline.models.drafter import LOSS_TERMS
+from paceline.train.objective import FEATURE_TERMS, NEEDS_TEACHER, TERMS, Taught, mixed, smooth_l1
 
 
-def by_hand(name: str, logits: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
+def by_hand(name: str, logits: Tensor, labels: Tensor, teacher: Taught) -> Tensor:
     """[R] from the definitions, in float64."""
     draft = logits.double().softmax(-1)
     if name == "ce":
         return -draft.gather(1, labels[:, None])[:, 0].log()
-    target = teacher.double().exp()
+    target = teacher.p.double()
     return (target * (target / draft).log()).sum(-1)
 
 
-def drafted(rows: int, vocab: int, apart: float) -> tuple[Tensor, Tensor, Tensor]:
+def drafted(rows: int, vocab: int, apart: float) -> tuple[Tensor, Tensor, Taught]:
     """Draft logits in bfloat16, labels, and a teacher whose logits are `apart` from them."""
     noise = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, vocab, generator=noise)
     draft = (logits + apart * torch.randn(rows, vocab, generator=noise)).bfloat16()
-    return draft, logits.argmax(-1), logits.bfloat16().float().log_softmax(-1)
+    return draft, logits.argmax(-1), Taught.of(logits.bfloat16())
 
 
 @pytest.mark.parametrize("name", TERMS)
@@ -35,7 +36,7 @@ def test_every_term_is_its_definition(name: str) -> None:
 def test_bfloat16_logits_lose_less_than_a_hundredth_of_the_gradient(name: str) -> None:
     draft, labels, teacher = drafted(8, 4096, apart=1e-2)
     ours = draft.clone().requires_grad_()
-    mixed({name: 1.0}, ours, labels, teacher).sum().backward()
+    mixed({name: 1.0}, ours, labels, teacher, ours, ours).sum().backward()
     exact = draft.double().requires_grad_()
     by_hand(name, exact, labels, teacher).sum().backward()
     assert ours.grad is not None and exact.grad is not None
@@ -45,6 +46,23 @@ def test_bfloat16_logits_lose_less_than_a_hundredth_of_the_gradient(name: str) -
 def test_a_mix_is_the_weighted_sum_and_asks_a_teacher_only_where_it_is_used() -> None:
     draft, labels, teacher = drafted(8, 64, apart=1.0)
     ce, kl = (TERMS[name](draft.float(), labels, teacher) for name in ("ce", "kl"))
-    torch.testing.assert_close(mixed({"ce": 0.3, "kl": 0.7}, draft, labels, teacher), 0.3 * ce + 0.7 * kl)
+    torch.testing.assert_close(mixed({"ce": 0.3, "kl": 0.7}, draft, labels, teacher, draft, draft), 0.3 * ce + 0.7 * kl)
     for name in TERMS.keys() - NEEDS_TEACHER:
-        mixed({name: 1.0}, draft, labels, None)
+        mixed({name: 1.0}, draft, labels, None, draft, draft)
+
+
+def test_every_term_that_can_be_asked_for_is_there() -> None:
+    assert TERMS.keys() | FEATURE_TERMS.keys() == LOSS_TERMS
+
+
+def test_smooth_l1_is_its_definition_averaged_over_the_state() -> None:
+    noise = torch.Generator().manual_seed(0)
+    state, goal = (3 * torch.randn(8, 64, generator=noise) for _ in range(2))
+    away = (state - goal).double().abs()
+    wanted = torch.where(away < 1, away**2 / 2, away - 0.5).mean(-1)
+    assert (away < 1).any() and (away > 1).any()
+    torch.testing.assert_close(smooth_l1(state, goal).double(), wanted, rtol=1e-5, atol=0.0)
+    draft, labels, teacher = drafted(8, 64, apart=1.0)
+    both = mixed({"smooth_l1": 0.5, "kl": 0.1}, draft, labels, teacher, state.bfloat16(), goal.bfloat16())
+    in_float = smooth_l1(state.bfloat16().float(), goal.bfloat16().float())
+    torch.testing.assert_close(both, 0.5 * in_float + 0.1 * TERMS["kl"](draft.float(), labels, teacher))

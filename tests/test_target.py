@@ -1,5 +1,6 @@
 """What a target promises: its own arithmetic, taps by their documented numbers, and refusals by name."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from paceline.decode import Decoder
+from paceline.models.eagle import default_taps
 from paceline.models.errors import Refusal
-from paceline.models.target import Target, folder
+from paceline.models.layers import Rotary
+from paceline.models.target import Target, folder, rope_frequencies
 
 IDS = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(2))
 
@@ -149,6 +152,68 @@ def test_taps_mean_what_is_documented(layers: int) -> None:
     assert last[0, 0, 0] == -(40.0 + layers)
     with pytest.raises(Refusal, match=rf"method.taps: .* layers 0 to {layers - 1} .* not {layers}"):
         target(torch.tensor([[4]]), taps=(layers,))
+
+
+@pytest.mark.parametrize(
+    ("layers", "default"),
+    [(2, (0, 1, -1)), (3, (1, 2, -1)), (5, (1, 2, 4)), (7, (2, 3, 4)), (30, (2, 15, 27))],
+)
+def test_eagles_default_taps_are_those_of_the_papers_where_there_are_enough_layers(
+    layers: int, default: tuple[int, ...]
+) -> None:
+    assert default_taps(layers) == default
+    hidden, _ = Target(Counting(layers))(torch.tensor([[4]]), taps=default)
+    assert hidden[0, 0, ::2].tolist() == [40.0 + k if k >= 0 else -(40.0 + layers) for k in default]
+    # the first of them has passed as many blocks as it says, the last may have passed all and the final norm
+    assert len(set(hidden[0, 0].tolist())) == 3
+
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 5e5},
+    "partial": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_angles_of_a_drafter_are_those_of_its_target(kind: str) -> None:
+    # stablelm's rotary may turn a part of each head
+    more = {} if kind == "partial" else {"head_dim": 16}
+    target = target_of("stablelm" if kind == "partial" else "llama", rope_parameters=dict(ROPES[kind]), **more)
+    form = target.layer_form()
+    frequencies, scaling = rope_frequencies(form["rope"], form["head_dim"])
+    theirs = target.body.rotary_emb
+    torch.testing.assert_close(frequencies, theirs.inv_freq, atol=0, rtol=0)
+    assert scaling == theirs.attention_scaling and (scaling != 1) == (kind == "yarn")
+    assert len(frequencies) == (2 if kind == "partial" else form["head_dim"] // 2)
+    positions = torch.tensor([[0, 1, 7, 100]])
+    for ours, oracle in zip(
+        Rotary(frequencies, scaling)(positions, torch.float32), theirs(IDS.float(), positions), strict=True
+    ):
+        torch.testing.assert_close(ours[:, 0], oracle, atol=0, rtol=0)
+    json_round = json.loads(json.dumps(form))
+    assert json_round == form, "an export holds it"
+
+
+def test_angles_that_depend_on_the_length_are_not_for_drafters() -> None:
+    for kind in ("dynamic", "longrope", "yam"):
+        with pytest.raises(
+            Refusal, match=rf"method\.layer\.rope: {kind} is not available .* nearest: rope_type: default"
+        ):
+            rope_frequencies({"rope_type": kind, "rope_theta": 1e4}, 8)
+    with pytest.raises(Refusal, match=r"method\.layer\.rope: rope_theta is missing"):
+        rope_frequencies({"rope_type": "default"}, 8)
+    with pytest.raises(Refusal, match=r"method\.layer\.rope: rope_type linear needs factor"):
+        rope_frequencies({"rope_type": "linear", "rope_theta": 1e4}, 8)
 
 
 @pytest.mark.parametrize(("part", "names"), [("logits", "logits"), ("embeddings", "embeddings")])

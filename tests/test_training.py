@@ -250,7 +250,7 @@ class Spoilt:
     def __init__(self, wrong: set[int], term: objective.Term):
         self.wrong, self.term, self.calls = wrong, term, 0
 
-    def __call__(self, logits: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
+    def __call__(self, logits: Tensor, labels: Tensor, teacher: objective.Taught | None) -> Tensor:
         self.calls += 1
         loss = self.term(logits, labels, teacher)
         return loss * math.nan if (self.calls + 3) // 4 in self.wrong else loss

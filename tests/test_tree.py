@@ -8,7 +8,7 @@ import torch
 from fakes import VOCAB, Dictated
 from torch import Tensor, nn
 
-from paceline.decode import DraftTree, DynamicShape, StaticShape, best_static, chain, grow, shape_of
+from paceline.decode import DraftTree, DynamicShape, StaticShape, best_static, chain, grow, shape_of, usual_depth
 from paceline.models.drafter import Context, Drafter, Options, Shape
 from paceline.models.errors import Refusal
 
@@ -224,6 +224,9 @@ def test_options_ask_for_the_shape_they_name() -> None:
     assert shape_of("static", 16, None, 8, four) == chain(4), "no measured tree: a chain"
     assert shape_of("dynamic", 9, None, 3, four) == DynamicShape(9, 4, 3)
     assert shape_of("static", 16, 3, 8, None) == chain(0)
+    endless = Recurrent()  # trained to a depth of 1, of no limit
+    assert usual_depth(endless) == 4 == usual_depth(four) and shape_of("chain", 16, None, 8, endless) == chain(4)
+    assert shape_of("dynamic", 9, 12, 3, endless) == DynamicShape(9, 12, 3)
     with pytest.raises(
         Refusal, match=r"decode\.depth=5 is deeper than the drafter's 4 heads; nearest: decode\.depth=4"
     ):

@@ -7,6 +7,7 @@ import atexit
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.errors import Refusal
+from paceline.models.export import warm_start
 from paceline.models.target import Head, Target, device_of, folder
 from paceline.train import checkpoint
 from paceline.train.features import Features
@@ -39,8 +41,8 @@ def fit(cfg: Any) -> None:
     target = Target.load(
         where, cfg.dtype, str(accelerator.device), len(tokenizer), cfg.target.quantize, cfg.target.trust_remote_code
     )
-    drafter = _drafter(cfg, target, data, tokenizer, record)
-    step = TrainStep(drafter, cfg.train.chunk, target.vocab)
+    place = record.resume_from()
+    drafter = _drafter(cfg, target, data, tokenizer, record, afresh=place is None)
     optimizer = _optimizer(cfg, drafter)
     loader = Loader(
         data.train,
@@ -51,10 +53,11 @@ def fit(cfg: Any) -> None:
         cfg.seed,
     )
     features = Features(target, drafter.taps, loader, cfg.data.features == "memory")
-    teacher = target.head.rows(drafter.vocab_map)
     total = cfg.train.steps or math.ceil(cfg.train.epochs * loader.steps(0))
-    begun = _resumed(cfg, record, drafter, optimizer, accelerator)
+    begun = _resumed(place, record, drafter, optimizer, accelerator) if place is not None else 0
     drafter.to(accelerator.device).borrow(target)
+    step = TrainStep(drafter, cfg.train.chunk, target.vocab)
+    teacher = target.head.rows(drafter.vocab_map)
     trained, optimizer = accelerator.prepare(step, optimizer)
     yardstick = Yardstick(cfg, target, tokenizer, data) if accelerator.is_main_process else None
     with record.running(begun, total, drafter, target, data):
@@ -98,16 +101,27 @@ def _data(cfg: Any, tokenizer: Any) -> Dataset:
     return load(tokenizer, data.source, data.path, split, data.max_length, data.limit, data.strict, data.held_out)
 
 
-def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Record) -> Drafter:
-    """Float32 weights as the method starts them; the draft vocabulary from the supervised tokens."""
-    opts, vocab_map = cfg.method, None
-    target(torch.zeros(1, 1, dtype=torch.long, device=target.device), opts.taps)  # refuses taps that it has not
-    if opts.draft_vocab and opts.draft_vocab < target.vocab:
-        vocab_map, record.coverage = draft_vocabulary(data.train, opts.draft_vocab, keep=stop_ids(tokenizer))
-    elif opts.draft_vocab:  # a small target needs no smaller vocabulary
+def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Record, afresh: bool) -> Drafter:
+    """Float32 weights as the method starts them, or those of method.init_from.
+
+    The draft vocabulary comes from the supervised tokens, once: with weights that go on (not `afresh`, or init_from)
+    their own stays, whatever the data says now.
+    """
+    opts, vocab_map = cfg.method.fitted(target), None
+    if opts.draft_vocab and opts.draft_vocab >= target.vocab:  # a small target needs no smaller vocabulary
         opts = opts.model_copy(update={"draft_vocab": None})
+    if opts.init_from and afresh:
+        drafter, about = warm_start(opts, target)
+        record.coverage = about.get("vocabulary_coverage")
+        return drafter
+    if opts.draft_vocab and afresh:
+        vocab_map, record.coverage = draft_vocabulary(data.train, opts.draft_vocab, keep=stop_ids(tokenizer))
+    elif opts.draft_vocab:
+        vocab_map = torch.arange(opts.draft_vocab)  # until the checkpoint's own is read
     drafter = build(opts, Shape.of(target), vocab_map)
-    drafter.start(target)
+    target(torch.zeros(1, 1, dtype=torch.long, device=target.device), drafter.taps)  # refuses taps that it has not
+    if afresh:
+        drafter.start(target)
     return drafter
 
 
@@ -132,12 +146,9 @@ def _save(cfg: Any, record: Record, number: int, drafter: Drafter, optimizer: An
 
 
 def _resumed(
-    cfg: Any, record: Record, drafter: Drafter, optimizer: torch.optim.Optimizer, accelerator: Accelerator
+    place: Path, record: Record, drafter: Drafter, optimizer: torch.optim.Optimizer, accelerator: Accelerator
 ) -> int:
     """Steps already taken, with weights, moments and generators put back."""
-    place = record.resume_from()
-    if place is None:
-        return 0
     state = checkpoint.load(place, drafter, optimizer, accelerator.process_index, accelerator.num_processes)
     record.restore(state, place)
     if accelerator.scaler is not None:

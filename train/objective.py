@@ -1,38 +1,68 @@
-"""Loss terms: each maps draft logits to one number per row. Knows no drafter, batch or depth.
+"""Loss terms: each maps what was drafted to one number per row. Knows no drafter, batch or depth.
 
 Sums and counts stay apart until the trainer divides them, once, over all processes and accumulated parts.
 
-    Legend: R supervised rows, D draft vocabulary. Everything here is float32: p_draft - p_target cancels in bf16.
+    Legend: R supervised rows, D draft vocabulary, H hidden.
+    Everything here is float32: p_draft - p_target cancels in bf16.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Term = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+class Taught(NamedTuple):
+    """What the target says of R rows, once for all depths: p [R, D] over the draft vocabulary, and sum p log p [R]."""
+
+    p: Tensor
+    plogp: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> "Taught":
+        logp = F.log_softmax(logits, -1, dtype=torch.float32)
+        p = logp.exp()
+        return cls(p, (p * logp).sum(-1))
 
 
-def ce(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
+Term = Callable[[Tensor, Tensor, Taught | None], Tensor]
+FeatureTerm = Callable[[Tensor, Tensor], Tensor]
+
+
+def ce(logits: Tensor, labels: Tensor, teacher: Taught | None) -> Tensor:
     """Cross-entropy to the text's own next token. logits [R, D], labels [R] draft ids -> [R] nats."""
-    return F.cross_entropy(logits, labels, reduction="none")
+    return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
-def kl(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
-    """KL(target || draft), [R] nats. teacher [R, D]: the target's log-probabilities over the draft vocabulary."""
+def kl(logits: Tensor, labels: Tensor, teacher: Taught | None) -> Tensor:
+    """KL(target || draft), [R] nats; the gradient is q - p."""
     assert teacher is not None
-    return F.kl_div(F.log_softmax(logits, -1), teacher, reduction="none", log_target=True).sum(-1)
+    return teacher.plogp - (teacher.p * F.log_softmax(logits, -1, dtype=torch.float32)).sum(-1)
+
+
+def smooth_l1(state: Tensor, goal: Tensor) -> Tensor:
+    """Huber loss (beta 1) to the target's own state there, mean over H. state, goal [R, H] -> [R].
+
+    Source: Li et al. 2024 (EAGLE), section 4.2.
+    """
+    return F.smooth_l1_loss(state, goal, reduction="none").mean(-1)
 
 
 TERMS: dict[str, Term] = {"ce": ce, "kl": kl}
+FEATURE_TERMS: dict[str, FeatureTerm] = {"smooth_l1": smooth_l1}
 NEEDS_TEACHER = frozenset({"kl"})
 
 
-def mixed(weights: dict[str, float], logits: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
-    """The weighted sum of terms, [R]. `weights` is the method's `objective`."""
-    logits = logits.float()
+def mixed(
+    weights: dict[str, float], logits: Tensor, labels: Tensor, teacher: Taught | None, state: Tensor, goal: Tensor
+) -> Tensor:
+    """The weighted sum of terms, [R]. weights: the method's `objective`. state, goal [R, H]: for FEATURE_TERMS."""
     total = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     for name, weight in weights.items():
-        total = total + weight * TERMS[name](logits, labels, teacher)
+        if name in FEATURE_TERMS:
+            total = total + weight * FEATURE_TERMS[name](state.float(), goal.float())
+        else:
+            total = total + weight * TERMS[name](logits, labels, teacher)
     return total

@@ -105,11 +105,12 @@ class Record:
             "pending": self._pending,
             "best": None if self.best == -math.inf else self.best,
             "best_step": self.best_step,
+            "coverage": self.coverage,
         }
 
     def restore(self, state: dict[str, Any], place: Path) -> None:
         self.tokens, self.skipped, self.empty = state["tokens"], state["skipped"], state["empty"]
-        self._pending = state["pending"]
+        self._pending, self.coverage = state["pending"], state["coverage"]
         if state["best"] is not None and (self.out / "export").exists():  # not so where `out` is another run's folder
             self.best, self.best_step = state["best"], state["best_step"]
         self.console.print(f"resumed from {place}: step {state['step']}, {self.tokens} tokens seen")
@@ -217,7 +218,8 @@ class Record:
         """Take note of a decode of the held-out prompts; the best drafter so far becomes the export."""
         length = found.acceptance.mean_acceptance_length or 0.0
         better = length > self.best
-        self._write({"step": number, "mean_acceptance_length": length, "held_out_accuracy": found.accuracy})
+        told = {"step": number, "tokens": self.tokens, "mean_acceptance_length": length}
+        self._write(told | {"held_out_accuracy": found.accuracy})
         self.console.print(
             f"step {number}: mean acceptance length [bold]{length:.3f}[/] on held-out prompts "
             f"(accuracy {_short(found.accuracy, 3)}){' - best so far, exported' if better else ''}",

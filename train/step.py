@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.data.batch import Batch
 from paceline.models.drafter import Context, Drafter
-from paceline.train.objective import NEEDS_TEACHER, mixed
+from paceline.models.streams import ChainKeys
+from paceline.train.objective import NEEDS_TEACHER, Taught, mixed
 
 # [R, H] post-norm states of the target -> its logits [R, D] over the draft vocabulary
 Teacher = Callable[[Tensor], Tensor]
@@ -90,12 +91,15 @@ class TrainStep(nn.Module):
         target = None
         if NEEDS_TEACHER & self.objective.keys():
             with torch.no_grad():  # the target at t+1+k has the distribution of the token at t+2+k
-                target = teacher(last[rows - 1])[:, : self.known].float().log_softmax(-1)
+                target = Taught.of(teacher(last[rows - 1])[:, : self.known])
         losses, rights = [], []
         for k, state in enumerate(states):
-            logits = self.drafter.head(state[(rows - 2 - k).clamp(min=0)], k)[:, : self.known]
+            drafted = state[(rows - 2 - k).clamp(min=0)]
+            logits = self.drafter.head(drafted, k)[:, : self.known]
             mask = there[k][rows]
-            losses.append((mixed(self.objective, logits, labels[rows], target) * mask).sum())
+            # the state that stands for the target's own at t+1+k, as the teacher's logits are read there
+            loss = mixed(self.objective, logits, labels[rows], target, drafted, last[rows - 1])
+            losses.append((loss * mask).sum())
             rights.append(((logits.max(-1).indices == labels[rows]) & mask).sum())
         return torch.stack(losses), torch.stack(rights)
 
@@ -103,11 +107,14 @@ class TrainStep(nn.Module):
 def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int) -> list[Tensor]:
     """The states [B, T, H] of depths 0..K-1, every position a chain of its own fed with the true text."""
     everything = torch.full_like(batch.ids[:, 0], batch.ids.shape[1])
+    keys = ChainKeys(batch.document, drafter.stream)
     feature = drafter.read(hidden)
     states = []
     for k in range(depths):
+        if k and drafter.detach:
+            feature = feature.detach()
         # [x0 x1 x2 x3] -> k=0: [x1 x2 x3 x0], k=1: [x2 x3 x0 x1]; what wraps around predicts nothing that is supervised
-        ctx = Context(batch.positions + k, everything)
+        ctx = Context(batch.positions + k, everything, keys)
         feature, state = drafter.step(feature, batch.ids.roll(-1 - k, 1), k, ctx)
         states.append(state)
     return states

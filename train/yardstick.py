@@ -12,8 +12,9 @@ from torch import Tensor
 from paceline.data.batch import pack
 from paceline.data.conversations import Dataset, Example, opening, prompt_ids, stop_ids
 from paceline.data.prompts import prompts as bundled_prompts
-from paceline.decode import VERIFIERS, AcceptanceReport, Decoder, Sampler, best_static, shape_of
+from paceline.decode import VERIFIERS, AcceptanceReport, Decoder, Sampler, best_static, shape_of, usual_depth
 from paceline.models.drafter import Drafter, build
+from paceline.models.packed import pack_weights
 from paceline.models.target import DTYPES, Target
 from paceline.train.step import BEYOND, ranks
 
@@ -54,7 +55,7 @@ class Yardstick:
         """Decode the held-out prompts; the static tree is grown anew from where this drafter is right."""
         exported = as_exported(drafter, self.target, self.cfg.export.dtype)
         decode = self.cfg.decode
-        depth = decode.depth or exported.max_depth or exported.unroll
+        depth = decode.depth or usual_depth(exported)
         there = ranks(exported, self.batch, self._read(exported.taps), depth, self.target.vocab)
         paths = best_static(there, LARGEST_TREE, depth).paths
         shape = shape_of(decode.tree, decode.nodes, decode.depth, decode.width, exported, paths)
@@ -78,6 +79,7 @@ def as_exported(drafter: Drafter, target: Target, dtype: str) -> Drafter:
     copy = build(drafter.options, drafter.shape, drafter.vocab_map).to(target.device, DTYPES[dtype])
     copy.load_state_dict(drafter.state_dict())
     copy.eval().requires_grad_(False).borrow(target)
+    pack_weights(copy)
     return copy
 
 

@@ -1,0 +1,224 @@
+"""EAGLE: one decoder layer on the target's own hidden states, fed its own output from depth to depth.
+
+One drafter, whose options span the family. It reads the token at t+1+k beside the feature of t+k, so each node of a
+tree has a state of its own, and attends over the verified text.
+
+    join=fc         (EAGLE-1, HASS; Li et al. 2024)   x = fc [embedding, feature], a layer without input norm;
+                    features are the target's post-norm states, and its own output head reads them
+    join=attention  (EAGLE-3; Li et al. 2025)         feature = fc [three taps]; q, k and v read [norm embedding,
+                    norm feature]; a norm and an output head of its own, which the carried feature does not pass
+
+Parameter names are the official ones. Knows no tree, mask or loss: `Context.memory` says what is seen.
+"""
+
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from paceline.models.drafter import Context, Drafter, Options, Shape, method
+from paceline.models.errors import Refusal
+from paceline.models.layers import (
+    Attention,
+    GatedMLP,
+    LayerOptions,
+    RMSNorm,
+    Rotary,
+    turned_into_offsets,
+)
+from paceline.models.streams import TreeKeys
+from paceline.models.target import Head, Target, rope_frequencies
+
+
+class EagleOptions(Options):
+    """join, output: see the module. fc_bias: of `fc`.
+
+    start: first weights: `random`, with the target's `head`, or with a layer of the `target` too. start_layer: which,
+    -1 the last. noise: features are read with uniform noise in (-noise, noise) in training. detach: each depth learns
+    to do with its input, not to shape it.
+    """
+
+    TRAINING = Options.TRAINING | {"start", "start_layer", "noise", "detach"}
+
+    taps: tuple[int, ...] | None = None
+    join: Literal["fc", "attention"] = "attention"
+    output: Literal["own", "shared"] = "own"
+    fc_bias: bool = False
+    start: Literal["random", "head", "target"] = "random"
+    start_layer: int = -1
+    noise: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    detach: bool = False
+    layer: LayerOptions = LayerOptions()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        taps = self.taps
+        if self.join == "fc" and taps is not None and len(taps) != 1:
+            raise Refusal(f"method.taps: {list(taps)}, but join=fc reads one hidden state; nearest: [-1]")
+        if taps is not None and (not taps or len(set(taps)) != len(taps)):
+            raise Refusal(f"method.taps: {list(taps)} must be distinct layers, at least one; null picks them")
+        if self.join == "attention" and self.objective.get("smooth_l1"):
+            raise Refusal(
+                "method.objective.smooth_l1: join=attention carries features of its own, there are no target's to come "
+                "near; nearest: 0"
+            )
+        return self
+
+    def fitted(self, target: Target) -> Self:
+        form = target.layer_form() | {k: v for k, v in self.layer.model_dump().items() if v is not None}
+        taps = self.taps if self.taps is not None else (-1,) if self.join == "fc" else default_taps(target.layers)
+        return self.model_copy(update={"layer": LayerOptions.model_construct(**form).checked(), "taps": taps})
+
+
+def default_taps(layers: int) -> tuple[int, int, int]:
+    """A low, a middle and a high hidden state: the official inputs of layers 2, L // 2 and L - 3, where distinct.
+
+    Refusal: a single layer has no three.
+    """
+    low, middle, high = 2, layers // 2, layers - 3
+    if low < middle < high:
+        return low, middle, high
+    if layers >= 4:
+        return 1, layers // 2, layers - 1
+    if layers >= 2:
+        return layers - 2, layers - 1, -1
+    raise Refusal("method.taps: this target has 1 layer, too few for three taps; nearest: method.taps=[0,-1]")
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer; `inputs` is what its attention reads beside the residual stream."""
+
+    def __init__(self, hidden: int, join: str, options: LayerOptions):
+        super().__init__()
+        wide = join == "attention"
+        self.self_attn = Attention(hidden * (1 + wide), hidden, options)
+        self.mlp = GatedMLP(hidden, options)
+        self.post_attention_layernorm = RMSNorm(hidden, eps=options.eps)
+        self.input_layernorm = RMSNorm(hidden, eps=options.eps) if wide else None  # of the embedding
+        self.hidden_norm = RMSNorm(hidden, eps=options.eps) if wide else None
+
+    def forward(
+        self, feature: Tensor, embedded: Tensor, angles: tuple[Tensor, Tensor], depth: int, ctx: Context
+    ) -> Tensor:
+        """[B, N, H] each -> [B, N, H]."""
+        x = feature
+        if self.input_layernorm is not None and self.hidden_norm is not None:
+            x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
+        x = feature + self.self_attn(x, angles, depth, 0, ctx)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@method("eagle")
+class Eagle(Drafter):
+    """One layer, applied again at every depth: as deep as asked."""
+
+    Options = EagleOptions
+
+    def __init__(self, options: EagleOptions, shape: Shape, vocab_map: Tensor | None = None):
+        super().__init__(options, shape)
+        hidden, wide = shape.hidden, options.join == "attention"
+        inputs = len(self.taps) if wide else 2
+        self.fc = nn.Linear(inputs * hidden, hidden, bias=options.fc_bias) if inputs > 1 else None
+        layer = EagleLayer(hidden, options.join, options.layer)
+        if wide:
+            self.midlayer = layer
+            self.norm = RMSNorm(hidden, eps=options.layer.eps)
+        else:
+            self.layers = nn.ModuleList([layer])
+        self._layer = (layer,)  # not as a second child
+        self.rotary = Rotary(*rope_frequencies(options.layer.rope or {}, options.layer.head_dim or 0))
+        self.d2t: Tensor | None
+        self.t2d: Tensor | None
+        offsets, known = turned_into_offsets(vocab_map, shape.vocab)
+        self.register_buffer("d2t", offsets)
+        self.register_buffer("t2d", known)
+        if options.output == "own":
+            self.lm_head = nn.Linear(hidden, shape.vocab if vocab_map is None else len(vocab_map), bias=False)
+        self._shared: Head | None = None
+        self._embed: Any = None
+
+    @property
+    def vocab_map(self) -> Tensor | None:
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @property
+    def detach(self) -> bool:  # type: ignore[override]
+        return self.options.detach
+
+    def memory(self, rows: int, room: int) -> TreeKeys:
+        return TreeKeys(rows, room)
+
+    def read(self, hidden: Tensor) -> Tensor:
+        feature = hidden.to(self.dtype)
+        if self.options.join == "attention" and self.fc is not None:
+            feature = self.fc(feature)
+        if self.training and self.options.noise:
+            feature = feature + self.options.noise * (2 * torch.rand_like(feature) - 1)
+        return feature
+
+    def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        if self._embed is None:
+            raise RuntimeError("EAGLE reads tokens through the target's embedding: call borrow(target) first")
+        embedded = self._embed(tokens).to(feature.dtype)
+        if self.options.join == "fc" and self.fc is not None:
+            feature = self.fc(torch.cat([embedded, feature], -1))
+        angles = self.rotary(ctx.positions.clamp(min=0) + self.position_offset, feature.dtype)
+        out = self._layer[0](feature, embedded, angles, depth, ctx)
+        return out, out
+
+    def head(self, state: Tensor, depth: int) -> Tensor:
+        if self.options.join == "attention":
+            state = self.norm(state)
+        if self.options.output == "own":
+            return self.lm_head(state)
+        if self._shared is None:
+            raise RuntimeError("this drafter shares the target's output matrix: call borrow(target) first")
+        return self._shared(state.to(self._shared.weight.dtype))
+
+    @torch.no_grad()
+    def start(self, target: Target) -> None:
+        """start=head: the final norm and the output rows are the target's, and `fc` passes the highest tap on.
+
+        start=target: the decoder layer is one of the target's own as well, and does not look at the embedding yet.
+        """
+        if self.options.start == "random":
+            return
+        if self.options.start == "target":
+            self._copy_layer(target)
+        if self.fc is not None:  # the last part of what it reads is the feature, or the highest tap
+            nn.init.zeros_(self.fc.weight)
+            self.fc.weight[:, -self.shape.hidden :].copy_(torch.eye(self.shape.hidden))
+            if self.fc.bias is not None:
+                nn.init.zeros_(self.fc.bias)
+        if self.options.join == "attention":
+            self.norm.weight.copy_(target.final_norm())
+        if self.options.output == "own":
+            rows = target.head.rows(self.vocab_map)
+            self.lm_head.weight.copy_(rows.weight * rows.scale)
+
+    def _copy_layer(self, target: Target) -> None:
+        theirs, layer = target.layer_tensors(self.options.start_layer), self._layer[0]
+        if layer.hidden_norm is not None:
+            theirs["hidden_norm.weight"] = theirs["input_layernorm.weight"]
+            theirs["input_layernorm.weight"] = target.layer_tensors(0)["input_layernorm.weight"]  # reads embeddings
+        for name, own in layer.named_parameters():
+            weight = theirs[name] if name in theirs else torch.empty(0)
+            if weight.ndim == 2 and own.shape == (len(weight), 2 * weight.shape[1]):  # q, k, v: the embedding's half
+                weight = torch.cat([torch.zeros_like(weight), weight], 1)
+            if own.shape != weight.shape:
+                raise Refusal(
+                    f"method.layer: {name} would be {list(own.shape)}, the target's is {list(weight.shape)}; "
+                    "leave method.layer to the target, or method.start=head"
+                )
+            own.copy_(weight)
+
+    def check_vocabulary(self) -> None:
+        ids = self.vocab_map
+        if ids is not None and self.t2d is not None and not torch.equal(self.t2d.nonzero()[:, 0], ids):
+            raise ValueError("tensor t2d marks other tokens than d2t leads to")
+
+    def borrow(self, target: Target) -> None:
+        self._embed = target.embed
+        if self.options.output == "shared":
+            self._shared = target.head.rows(self.vocab_map)

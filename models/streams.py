@@ -1,0 +1,131 @@
+"""Who sees whom: the keys of drafters that attend, kept for them by whoever calls `step`.
+
+Every attention layer of a drafter writes into a stream. In it, a row at depth k of the chain that begins at t sees the
+rows that need only verified text (those written at the stream's first depth, up to t) and its own chain's, itself
+included. `ChainKeys` is that over all positions of a text at once, in training; `TreeKeys` over the nodes of a tree
+that grows behind the verified text. Neither knows tokens, weights or rotary angles.
+
+    Legend: B rows of the batch, N rows of this call, T sequence, Q query heads, S key heads, D head size.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.models.cache import Cache
+from paceline.models.drafter import Context
+
+
+class Keys(Protocol):
+    """What `Context.memory` is to a drafter that attends."""
+
+    def attend(self, ctx: Context, depth: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Write the keys and values [B, S, N, D] of a `step`; returns what its queries [B, Q, N, D] see, [B, Q, N, D].
+
+        layer: number of the attention layer within the module that writes into this stream.
+        """
+
+
+class ChainKeys:
+    """Training: position t of every document is a chain of its own, and all chains take their steps together.
+
+    stream: depth -> stream, the drafter's. Costs one causal attention, and one score a row for each depth before.
+    """
+
+    def __init__(self, document: Tensor, stream: Callable[[int], int]):
+        self._document, self._stream = document, stream
+        self._begun: dict[tuple[int, int], int] = {}  # (stream, layer) -> its first depth
+        self._written: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+
+    def attend(self, ctx: Context, depth: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        where = (self._stream(depth), layer)
+        first = self._begun.setdefault(where, depth)
+        written = self._written.setdefault(where, [])
+        written.append((keys, values))
+        visible = self._visible(first)
+        if depth == first:
+            return F.scaled_dot_product_attention(queries, keys, values, visible[:, None], enable_gqa=True)
+        return _with_own_chain(queries, written, visible)
+
+    def _visible(self, first: int) -> Tensor:
+        """[B, T, T] bool: of the rows written at the stream's first depth, those that the query at t may look at.
+
+        Such a row needs the text up to `first` tokens further: the query has that up to t - first. Its own it sees too.
+        """
+        place = torch.arange(self._document.shape[1], device=self._document.device)
+        back = place[:, None] - place
+        same = self._document[:, :, None] == self._document[:, None, :]
+        return same & ((back >= first) | (back == 0))
+
+
+def _with_own_chain(queries: Tensor, written: list[tuple[Tensor, Tensor]], visible: Tensor) -> Tensor:
+    """One softmax over the rows of the first depth that are `visible` [B, T, T], and row t's own at every later one."""
+    (keys, values), *chain = written
+    rows, heads, length, size = queries.shape
+    q = queries.view(rows, keys.shape[1], -1, length, size) * size**-0.5  # [B, S, Q / S, T, D]
+    scores = (q @ keys[:, :, None].transpose(-1, -2)).float()
+    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+    own = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k, _ in chain]
+    weights = torch.cat([scores, *own], -1).softmax(-1).to(values.dtype)
+    out = weights[..., :length] @ values[:, :, None]
+    for place, (_, v) in enumerate(chain, start=length):
+        out = out + weights[..., place : place + 1] * v[:, :, None]
+    return out.reshape(rows, heads, length, -1)
+
+
+class TreeKeys:
+    """Decoding: the verified rows of B texts, and behind them the nodes that this round has unfolded.
+
+    A call without parents brings newly verified rows: they stay, and the nodes drafted before are forgotten.
+    room: slots of the longest row, verified and drafted. One stream.
+    """
+
+    def __init__(self, rows: int, room: int):
+        self._rows, self._room = rows, room
+        self._cache: Cache | None = None
+        self._fresh: Tensor | None = None  # [B] verified rows that every layer has not written yet
+        self._lineage: Tensor | None = (
+            None  # [B, n, m] bool: of the m nodes drafted, who each of the last n descends from
+        )
+        self._visible = torch.empty(0)
+
+    def attend(self, ctx: Context, depth: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if self._cache is None:
+            self._cache = Cache(self._rows, self._room, keys.device)
+        if layer == 0:
+            self._open(self._cache, keys.shape[2], ctx.count, ctx.parents)
+        seen = self._cache.update(keys, values, layer)
+        return F.scaled_dot_product_attention(queries, *seen, self._visible, enable_gqa=True)
+
+    def _open(self, cache: Cache, nodes: int, count: Tensor, parents: Tensor | None) -> None:
+        """Reserve slots for a call, and settle what its rows may look at."""
+        self._commit(cache)
+        own = torch.eye(nodes, dtype=torch.bool, device=count.device).expand(len(count), -1, -1)
+        if parents is None:
+            self._lineage, self._fresh = None, count
+            cache.place(nodes)
+            related = own.new_ones(nodes, nodes).tril().expand(len(count), -1, -1)
+        else:
+            if self._lineage is None:  # children of the root, whose row is a verified one
+                self._lineage = own[:, :, :0]
+            else:
+                self._lineage = self._lineage.gather(1, parents[..., None].expand(-1, -1, self._lineage.shape[2]))
+            cache.place(nodes, behind=self._lineage.shape[2])
+            self._lineage = related = torch.cat([self._lineage, own], 2)
+        self._visible = cache.visible(related)[:, None]
+
+    def _commit(self, cache: Cache) -> None:
+        if self._fresh is not None:
+            cache.keep(self._fresh.new_empty(len(self._fresh), 0), self._fresh)
+            self._fresh = None
+
+    def select(self, rows: list[int]) -> "TreeKeys":
+        """Finished rows leave the batch: only these stay."""
+        if self._cache is not None:
+            self._commit(self._cache)
+            self._cache.select(torch.tensor(rows, device=self._cache.length.device))
+        self._rows, self._lineage = len(rows), None
+        return self
