@@ -203,7 +203,7 @@ def method_options(cls: type[Section], options: Any, info: ValidationInfo) -> An
         return options
     from paceline.models.drafter import methods
     from paceline.models.drafter import options as options_of
-    from paceline.models.export import check_start
+    from paceline.models.warm import check_start
 
     name = options.get("name")
     if name not in methods():

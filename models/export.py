@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from paceline.models.drafter import Drafter, Options, Shape, build, methods, options
+from paceline.models.drafter import Drafter, Shape, build, methods, options
 from paceline.models.errors import Refusal
 from paceline.models.layers import checked_map
 from paceline.models.packed import pack_weights
 from paceline.models.target import DTYPES, Target
 
 VERSION = 1
-INIT = "method.init_from"
 SLOTS = "depth k at position t reads the token at t+1+k and predicts the token at t+2+k"
 
 
@@ -152,53 +151,6 @@ def load_export(
     drafter.borrow(target)
     pack_weights(drafter)
     return drafter, about
-
-
-def warm_start(asked: Options, target: Target) -> tuple[Drafter, dict[str, Any]]:
-    """A float32 drafter that begins as the export `asked.init_from`, to be trained as `asked` says; its drafter.json.
-
-    asked: `fitted` to the target.
-
-    Raises:
-        Refusal: an option contradicts what the export is made of, or load_export's reasons.
-    """
-    assert asked.init_from is not None
-    known, about = load_export(asked.init_from, target, "float32", INIT)
-    _check_made_alike(asked, about)
-    drafter = build(asked, known.shape, known.vocab_map)
-    drafter.load_state_dict(known.state_dict())
-    return drafter, about
-
-
-def check_start(asked: Options) -> None:
-    """Raises Refusal where what `asked.init_from` names is no export, or not made as `asked` says.
-
-    Needs no target: what follows the target, or is all of its vocabulary, is left to `warm_start`.
-    """
-    if asked.init_from is not None:
-        _check_made_alike(asked, describe(asked.init_from, INIT), settled=False)
-
-
-def _check_made_alike(asked: Options, about: dict[str, Any], settled: bool = True) -> None:
-    """settled: None in an option is a value like others; else what is not known yet."""
-    known, folder = options(about["method"]["name"]).model_validate(about["method"]), asked.init_from
-    theirs, ours = (_made_of(options_, set(asked.TRAINING)) for options_ in (known, asked))
-    for name, value in ours.items():
-        there = theirs.get(name)
-        if value == there or (not settled and (value is None or there is None)):
-            continue
-        asks, has = (json.dumps(v).strip('"') for v in (value, there))
-        nearest = f"method={has}" if name == "name" else f"method.{name}={has}"
-        raise Refusal(f"method.{name}: {asks}, but {INIT}={folder} has {has}; nearest: {nearest}")
-
-
-def _made_of(options_: Options, training: set[str]) -> dict[str, Any]:
-    """Options by their dotted names, without those that say how it is trained."""
-    made: dict[str, Any] = {}
-    for name, value in options_.model_dump(mode="json", exclude=training).items():
-        inside = isinstance(getattr(options_, name), BaseModel)
-        made |= {f"{name}.{part}": v for part, v in value.items()} if inside else {name: value}
-    return made
 
 
 def load_tensors(drafter: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str) -> None:

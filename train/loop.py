@@ -19,8 +19,8 @@ from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.errors import Refusal
-from paceline.models.export import warm_start
 from paceline.models.target import Head, Target, device_of, folder
+from paceline.models.warm import warm_start
 from paceline.train import checkpoint
 from paceline.train.features import Features
 from paceline.train.record import Record
@@ -107,18 +107,17 @@ def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Re
     The draft vocabulary comes from the supervised tokens, once: with weights that go on (not `afresh`, or init_from)
     their own stays, whatever the data says now.
     """
-    opts, vocab_map = cfg.method.fitted(target), None
+    opts, vocab_map = cfg.method, None
     if opts.draft_vocab and opts.draft_vocab >= target.vocab:  # a small target needs no smaller vocabulary
         opts = opts.model_copy(update={"draft_vocab": None})
-    if opts.init_from and afresh:
-        drafter, about = warm_start(opts, target)
-        record.coverage = about.get("vocabulary_coverage")
+    if opts.init_from:
+        drafter, record.coverage = warm_start(opts, target)
         return drafter
     if opts.draft_vocab and afresh:
         vocab_map, record.coverage = draft_vocabulary(data.train, opts.draft_vocab, keep=stop_ids(tokenizer))
     elif opts.draft_vocab:
         vocab_map = torch.arange(opts.draft_vocab)  # until the checkpoint's own is read
-    drafter = build(opts, Shape.of(target), vocab_map)
+    drafter = build(opts.fitted(target), Shape.of(target), vocab_map)
     target(torch.zeros(1, 1, dtype=torch.long, device=target.device), drafter.taps)  # refuses taps that it has not
     if afresh:
         drafter.start(target)
