@@ -222,3 +222,32 @@ class Eagle(Drafter):
         self._embed = target.embed
         if self.options.output == "shared":
             self._shared = target.head.rows(self.vocab_map)
+
+    def engine_config(self) -> dict[str, Any]:
+        layer, rope, taps = self.options.layer, self.options.layer.rope or {}, list(self.taps)
+        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "max_position_embeddings")}
+        config = {
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "num_attention_heads": layer.heads,
+            "num_key_value_heads": layer.kv_heads,
+            "head_dim": layer.head_dim,
+            "intermediate_size": layer.intermediate,
+            "hidden_act": layer.activation,
+            "rms_norm_eps": layer.eps,
+            "rope_theta": rope.get("rope_theta"),
+            "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
+            "max_position_embeddings": rope.get("max_position_embeddings"),
+            "attention_bias": bool(layer.qkv_bias),
+            "tie_word_embeddings": False,
+        }
+        if self.options.join == "fc":
+            return config | {"architectures": ["LlamaForCausalLM"], "bias": self.options.fc_bias}
+        return config | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": self.shape.vocab if self.d2t is None else len(self.d2t),
+            "target_hidden_size": self.shape.hidden,
+            "eagle_aux_hidden_state_layer_ids": taps,  # vLLM: after so many layers
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]},  # SGLang: after layer k
+            **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False),
+        }

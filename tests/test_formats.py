@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.models.drafter import Context, Drafter, Shape, build
 from paceline.models.eagle import EagleOptions
 from paceline.models.errors import Refusal
+from paceline.models.export import save_export
 from paceline.models.formats import eagle
 from paceline.models.streams import TreeKeys
 from paceline.models.target import Target
@@ -28,9 +29,9 @@ def target() -> Target:
     return target_of("llama", num_hidden_layers=8)
 
 
-def drafter_of(target: Target, wide: bool) -> Drafter:
+def drafter_of(target: Target, wide: bool, more: dict[str, Any] | None = None) -> Drafter:
     """One of ours with random weights, with the official convention of rope."""
-    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0} | (more or {})
     kind: dict[str, Any] = {"join": "attention"} if wide else {"join": "fc", "output": "shared", "fc_bias": True}
     ids = VOCABULARY if wide else None
     options = EagleOptions(name="eagle", draft_vocab=None if ids is None else 8, layer={"rope": rope}, **kind)
@@ -95,6 +96,18 @@ def test_other_names_of_the_same_things_are_read(target: Target, tmp_path: Path)
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}},
     ):
         assert eagle.load(checkpoint(tmp_path / "official", target, ours, **key), target).taps == (1, 3, 6)
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["eagle3", "eagle"])
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "linear", "factor": 2.0}], ids=["default", "linear"])
+def test_an_export_of_ours_is_such_a_checkpoint(
+    target: Target, wide: bool, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    ours = drafter_of(target, wide, rope)
+    folder = save_export(ours, tmp_path / "export", "float32", {"name": "hf", "path": None, "fingerprint": "-"})
+    (folder / "drafter.json").unlink()
+    read = eagle.load(folder, target)
+    assert torch.equal(logits(read, target), logits(ours, target)) and read.taps == ours.taps
 
 
 def changed(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
