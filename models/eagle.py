@@ -178,7 +178,7 @@ class Eagle(Drafter):
 
     @torch.no_grad()
     def start(self, target: Target) -> None:
-        """start=head: the final norm and the output rows are the target's, and `fc` passes the highest tap on.
+        """start=head: the final norm and the output rows are the target's; the rest passes the highest tap on.
 
         start=target: the decoder layer is one of the target's own as well, and does not look at the embedding yet.
         """
@@ -186,6 +186,9 @@ class Eagle(Drafter):
             return
         if self.options.start == "target":
             self._copy_layer(target)
+        else:
+            nn.init.zeros_(self._layer[0].self_attn.o_proj.weight)
+            nn.init.zeros_(self._layer[0].mlp.down_proj.weight)
         if self.fc is not None:  # the last part of what it reads is the feature, or the highest tap
             nn.init.zeros_(self.fc.weight)
             self.fc.weight[:, -self.shape.hidden :].copy_(torch.eye(self.shape.hidden))

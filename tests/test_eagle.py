@@ -593,7 +593,8 @@ def test_a_head_to_start_from_is_the_targets_whatever_its_layers(family: str) ->
     hidden, _ = states_of(target, drafter, packed()[0])
     torch.testing.assert_close(drafter.read(hidden), hidden[..., -32:])
     for (name, ours), theirs in zip(drafter.midlayer.named_parameters(), blank.midlayer.parameters(), strict=True):
-        assert ours.equal(theirs), name
+        silent = name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # so that it passes the feature on
+        assert ours.equal(torch.zeros_like(theirs) if silent else theirs), name
     with pytest.raises(Refusal, match=r"method\.start: .* RMSNorm .* nearest: method\.start=random"):
         eagle(target_of("phi"), "eagle3", start="head")
 
