@@ -166,11 +166,19 @@ def exact_in(dtype: str, decode: Decode) -> None:
         raise Refusal(f"decode.exact: not available with dtype={dtype} yet; nearest: dtype=float32, which is exact")
 
 
-class Eval(Section):
-    prompts: str
-    max_new_tokens: Positive
+class HeldOut(Section):
+    """`eval` of training."""
+
     every: Count
     held_out_prompts: Positive
+    max_new_tokens: Positive
+
+
+class Prompts(Section):
+    """`eval` of scripts/evaluate.py."""
+
+    prompts: str
+    max_new_tokens: Positive
     batch: Positive
     limit: Positive | None
 
@@ -227,7 +235,7 @@ class TrainConfig(Section):
     data: Data
     train: Train
     decode: Decode
-    eval: Eval
+    eval: HeldOut
     tracker: Tracker
     method: Any
 
@@ -293,7 +301,7 @@ class EvaluateConfig(_Drafted):
     plain_file: Place | None = Field(alias="plain")  # Section.plain is a method
     hf_baseline: bool
     hf_prompts: Positive | None
-    eval: Eval
+    eval: Prompts
     ngram: Any
 
     @model_validator(mode="before")

@@ -28,7 +28,7 @@ REFUSED = {
     "train.lr=-1": ["train.lr:", "-1", "greater than 0"],
     "train.lr=1e-4x": ["train.lr:", "'1e-4x'", "number"],
     "decode.depth=6": ["decode.depth:", "method.heads=4", "nearest: 4"],
-    "eval.prompts=bnch": ["eval.prompts:", "nearest: bench"],
+    "eval.prompts=demo": ["eval.prompts:", "no such option", "nearest: eval.held_out_prompts"],
     "train.lr=[1": ["train.lr:", "cannot be read"],
 }
 ALSO_REFUSED = {
@@ -41,6 +41,9 @@ ALSO_REFUSED = {
     "method=null": ["method:"],
     "train=5": ["train:", "nearest: default"],
     "accelerate=cpu": ["accelerate:", "no such option"],
+    "eval.batch=4": ["eval.batch:", "no such option"],
+    "eval.limit=4": ["eval.limit:", "nearest: data.limit"],
+    "eval=prompts": ["eval.every:", "must be given"],
     "~train.lr": ["train.lr:", "must be given"],
     "train.lr=": ["train.lr:", "number"],
     "train.steps=2.5": ["train.steps:", "integer"],
@@ -175,11 +178,19 @@ def test_scripts_need_their_drafter(monkeypatch: Any, capsys: Any, tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     assert "drafter: must be given" in refusal(monkeypatch, capsys, name="evaluate")
     assert "nearest: ngram" in refusal(monkeypatch, capsys, "drafter=ngrm", name="evaluate")
+    line = refusal(monkeypatch, capsys, "drafter=none", "eval.prompts=bnch", name="evaluate")
+    assert "eval.prompts:" in line and "nearest: bench" in line
     assert load("evaluate", "drafter=none").target.name == "smollm2"
     assert load("evaluate", "drafter=ngram", "target=tiny").target.name == "tiny"
     (tmp_path / "export").mkdir()
     cfg = load("evaluate", "drafter=export")
     assert (cfg.drafter, cfg.target.name) == (str(tmp_path / "export"), "export")
+
+
+def test_evaluation_takes_no_options_of_training(monkeypatch: Any, capsys: Any) -> None:
+    for option, near in (("eval.held_out_prompts=3", "nearest: eval.prompts"), ("eval.every=2", "nearest: ")):
+        line = refusal(monkeypatch, capsys, "drafter=none", option, name="evaluate")
+        assert f"{option.partition('=')[0]}: no such option; {near}" in line
 
 
 def test_a_wrong_option_is_refused_before_torch_loads() -> None:
@@ -277,7 +288,7 @@ def test_every_yaml_of_every_group_is_valid(choice: str, tmp_path: Path) -> None
         "data=jsonl": [f"data.path={tmp_path}/chats.jsonl"],
         "data=hub": ["data.path=org/chats"],
     }
-    elsewhere = {"target=export": ["target=export"], "method=ngram": ["method@ngram=ngram"]}
+    elsewhere = {"method=ngram": ["method@ngram=ngram"]} | {word: [word] for word in ("target=export", "eval=prompts")}
     if choice.startswith("comparison="):
         recipe = load("compare", choice)
         assert all(load(recipe.entry, *recipe.common, *more) for more in recipe.variants.values())
