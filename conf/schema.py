@@ -248,16 +248,15 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "TrainConfig":
-        name, limit, vocab = self.method.name, self.method.depth_limit(), self.method.draft_vocab
+        from paceline.models.drafter import check_depth  # takes torch along, as the method has by now
+
+        name, vocab = self.method.name, self.method.draft_vocab
         exact_in(self.dtype, self.decode)
         if not self.method.trained():
             raise Refusal(f"method: {name} has nothing to train; use it as drafter={name} in scripts/evaluate.py")
         if self.target.name == "export":
             raise Refusal("target: export names a drafter's target, there is no drafter yet; nearest: smollm2")
-        heads = "method.heads" if hasattr(self.method, "heads") else f"the depths of method={name}"
-        for option, depth in (("decode.depth", self.decode.depth), ("method.unroll", self.method.unroll)):
-            if limit is not None and depth is not None and depth > limit:
-                raise Refusal(f"{option}: {depth} is deeper than {heads}={limit}; nearest: {limit}")
+        check_depth(self.decode.depth, self.method.depth_limit())
         if vocab is not None and vocab < self.decode.width:
             raise Refusal(
                 f"decode.width: {self.decode.width} is more than method.draft_vocab={vocab}; nearest: {vocab}"

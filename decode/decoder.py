@@ -20,7 +20,7 @@ from paceline.decode.report import AcceptanceReport
 from paceline.decode.tree import DraftTree, Shape, chain, grow
 from paceline.decode.verify import Sampler, Verdict, walk
 from paceline.models.cache import Cache
-from paceline.models.drafter import Context, Drafter
+from paceline.models.drafter import Context, Drafter, check_depth
 from paceline.models.errors import Refusal
 from paceline.models.target import Target
 
@@ -73,11 +73,8 @@ class Decoder:
     ):
         self.target, self.drafter, self.verify, self.timed = target, drafter, verify, timed
         self.shape: Shape = chain(0) if drafter is None else shape or chain(drafter.unroll)
-        deepest = None if drafter is None else drafter.max_depth
-        if deepest is not None and self.shape.depth > deepest:
-            raise Refusal(
-                f"decode.depth={self.shape.depth} is deeper than the drafter's {deepest} heads (decode.depth={deepest})"
-            )
+        if drafter is not None:
+            check_depth(self.shape.depth, drafter.max_depth)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options) -> Generation:
         """Decode to the end; takes what `stream` takes."""

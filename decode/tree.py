@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from paceline.models.drafter import Context, Drafter, target_ids
+from paceline.models.drafter import Context, Drafter, check_depth, target_ids
 from paceline.models.errors import Refusal
 
 
@@ -165,11 +165,7 @@ def shape_of(
     """
     if drafter is None:
         return chain(0)
-    deepest = drafter.max_depth
-    if depth is not None and deepest is not None and depth > deepest:
-        raise Refusal(
-            f"decode.depth={depth} is deeper than the drafter's {deepest} heads; nearest: decode.depth={deepest}"
-        )
+    check_depth(depth, drafter.max_depth)
     depth = depth or usual_depth(drafter)
     if tree == "dynamic":
         return DynamicShape(nodes, depth, width)
@@ -203,8 +199,7 @@ def grow(
     Raises:
         Refusal: the tree is deeper than the drafter's heads, or the drafter's logits are not finite.
     """
-    if drafter.max_depth is not None and shape.depth > drafter.max_depth:
-        raise Refusal(f"decode.depth={shape.depth} is deeper than the drafter's {drafter.max_depth} heads")
+    check_depth(shape.depth, drafter.max_depth)
     rows = torch.arange(len(tokens), device=tokens.device)
     last = ctx.count - 1
     onward, state = drafter.step(feature, tokens, 0, ctx)

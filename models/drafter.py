@@ -179,6 +179,12 @@ class Drafter(nn.Module):
         return {}
 
 
+def check_depth(depth: int | None, deepest: int | None) -> None:
+    """Raises Refusal where more draft tokens in a row are asked for (None: the usual) than can be had (None: any)."""
+    if depth is not None and deepest is not None and depth > deepest:
+        raise Refusal(f"decode.depth: {depth} is deeper than the drafter's {deepest} heads; nearest: {deepest}")
+
+
 def target_ids(drafter: Drafter, draft_ids: Tensor) -> Tensor:
     """Draft ids of any shape -> target ids."""
     return draft_ids if drafter.vocab_map is None else drafter.vocab_map[draft_ids]

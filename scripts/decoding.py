@@ -17,7 +17,7 @@ import torch
 
 from paceline.data.conversations import load_tokenizer, stop_ids, template_hash
 from paceline.decode import VERIFIERS, Decoder, DynamicShape, Sampler, shape_of
-from paceline.models.drafter import Shape, build, options
+from paceline.models.drafter import Shape, build, check_depth, options
 from paceline.models.errors import Refusal
 from paceline.models.export import describe, load_export
 from paceline.models.target import Target, device_of, folder
@@ -89,12 +89,7 @@ def _target_of(cfg: Any, about: dict[str, Any]) -> tuple[str, str | None]:
     """Name and path of the target that is meant. Raises Refusal where the export already contradicts the options."""
     if not about:
         return cfg.target.name, cfg.target.path
-    deepest = options(about["method"]["name"]).model_validate(about["method"]).depth_limit()
-    if deepest is not None and (cfg.decode.depth or 0) > deepest:
-        raise Refusal(
-            f"decode.depth: {cfg.decode.depth} is deeper than the {deepest} heads of drafter={cfg.drafter}; "
-            f"nearest: {deepest}"
-        )
+    check_depth(cfg.decode.depth, options(about["method"]["name"]).model_validate(about["method"]).depth_limit())
     theirs = about["target"]
     if cfg.target.name != "export":
         embedded = ("smollm2", "tiny")

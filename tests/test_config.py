@@ -27,7 +27,7 @@ REFUSED = {
     "experiment=dmo": ["experiment:", "'dmo'", "nearest: demo"],
     "train.lr=-1": ["train.lr:", "-1", "greater than 0"],
     "train.lr=1e-4x": ["train.lr:", "'1e-4x'", "number"],
-    "decode.depth=6": ["decode.depth:", "method.heads=4", "nearest: 4"],
+    "decode.depth=6": ["decode.depth: 6 is deeper than the drafter's 4 heads; nearest: 4"],
     "eval.prompts=demo": ["eval.prompts:", "no such option", "nearest: eval.held_out_prompts"],
     "train.lr=[1": ["train.lr:", "cannot be read"],
 }

@@ -403,7 +403,7 @@ def test_two_streams_of_one_decoder_do_not_meet(target, plain, texts) -> None:
 
 def test_a_tree_deeper_than_the_heads_is_refused_before_anything_runs(target, medusa) -> None:
     for shape in (chain(5), DynamicShape(16, 5, 4)):
-        with pytest.raises(Refusal, match=r"decode\.depth=5 is deeper than the drafter's 4 heads"):
+        with pytest.raises(Refusal, match=r"decode\.depth: 5 is deeper than the drafter's 4 heads; nearest: 4"):
             Decoder(target, medusa, shape)
     assert Decoder(target, medusa).shape == chain(4), "by default as deep as trained"
 

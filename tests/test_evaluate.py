@@ -289,9 +289,8 @@ def test_what_contradicts_the_export_is_refused_before_the_target_loads(
     (tmp_path / "empty").mkdir()
     assert f"no such file or folder: {tmp_path}/gone" in refused(monkeypatch, capsys, "drafter=gone")
     assert "no export there" in refused(monkeypatch, capsys, "drafter=empty")
-    assert "decode.depth: 4 is deeper than the 3 heads" in refused(
-        monkeypatch, capsys, f"drafter={export}", "decode.depth=4"
-    )
+    line = refused(monkeypatch, capsys, f"drafter={export}", "decode.depth=4")
+    assert "decode.depth: 4 is deeper than the drafter's 3 heads; nearest: 3" in line
     assert "nearest: tiny" in refused(monkeypatch, capsys, f"drafter={export}", "target=smollm2")
     assert "dtype=float32" in refused(monkeypatch, capsys, f"drafter={export}", "decode.exact=true")
     (tmp_path / "bad.jsonl").write_text("{}\n")
