@@ -81,7 +81,7 @@ class Section(BaseModel):
 class Target(Section):
     name: Literal["smollm2", "tiny", "hf", "export"]
     path: str | None
-    quantize: Literal["none", "4bit", "8bit"]
+    quantize: Literal["none", "4bit", "8bit"] | None
     trust_remote_code: bool
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 
@@ -97,6 +97,13 @@ class Target(Section):
         elif path is not None:
             raise Refusal(f"target.path: read only by target=hf, not by target={info.data.get('name')}")
         return path
+
+    @field_validator("quantize")
+    @classmethod
+    def _said_or_exported(cls, quantize: str | None, info: ValidationInfo) -> str | None:
+        if quantize is None and info.data.get("name") != "export":
+            raise Refusal("target.quantize: null stands for what an export says, with target=export; nearest: none")
+        return quantize
 
 
 class Data(Section):
@@ -277,8 +284,9 @@ class _Drafted(Section):
     @classmethod
     def _target_of_no_drafter(cls, data: Any) -> Any:
         # An export names its target. No drafter and n-grams go with any: the embedded one, unless another is asked for.
-        if data.get("drafter") in ("none", "ngram") and data["target"]["name"] == "export":
-            return data | {"target": data["target"] | {"name": "smollm2"}}
+        target = data["target"]
+        if data.get("drafter") in ("none", "ngram") and target["name"] == "export":
+            return data | {"target": target | {"name": "smollm2", "quantize": target["quantize"] or "none"}}
         return data
 
     @model_validator(mode="after")

@@ -42,18 +42,11 @@ class Runtime:
 def runtime(cfg: Any) -> Runtime:
     """Load what `cfg` (EvaluateConfig or GenerateConfig) asks for. Raises Refusal, or BadData for a tokenizer."""
     about = describe(cfg.drafter) if cfg.drafter not in ("none", "ngram") else {}
-    name, path = _target_of(cfg, about)
-    where = folder(name, path)
-    device = device_of(cfg.target.device)
-    tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
-    target = Target.load(
-        where,
-        cfg.dtype,
-        device,
-        len(tokenizer),
-        cfg.target.quantize,
-        cfg.target.trust_remote_code,
-    )
+    meant = _target_of(cfg, about)
+    where = folder(meant.name, meant.path)
+    device = device_of(meant.device)
+    tokenizer = load_tokenizer(where, meant.trust_remote_code)
+    target = Target.load(where, cfg.dtype, device, len(tokenizer), meant.quantize, meant.trust_remote_code)
     drafter = None
     if about:
         drafter, about = load_export(cfg.drafter, target, cfg.dtype)
@@ -76,19 +69,19 @@ def runtime(cfg: Any) -> Runtime:
             "parameters": sum(p.numel() for p in drafter.parameters()) if drafter is not None else 0,
         },
         {
-            "name": name,
+            "name": meant.name,
             "path": where,
             "fingerprint": target.fingerprint,
             "vocab": target.vocab,
-            "quantize": cfg.target.quantize,
+            "quantize": meant.quantize,
         },
     )
 
 
-def _target_of(cfg: Any, about: dict[str, Any]) -> tuple[str, str | None]:
-    """Name and path of the target that is meant. Raises Refusal where the export already contradicts the options."""
+def _target_of(cfg: Any, about: dict[str, Any]) -> Any:
+    """The options of the target that is meant. Raises Refusal where the export already contradicts them."""
     if not about:
-        return cfg.target.name, cfg.target.path
+        return cfg.target
     check_depth(cfg.decode.depth, options(about["method"]["name"]).model_validate(about["method"]).depth_limit())
     theirs = about["target"]
     if cfg.target.name != "export":
@@ -97,13 +90,19 @@ def _target_of(cfg: Any, about: dict[str, Any]) -> tuple[str, str | None]:
             raise Refusal(
                 f"target: drafter={cfg.drafter} was not trained for {cfg.target.name}; nearest: {theirs['name']}"
             )
-        return cfg.target.name, cfg.target.path
+        return cfg.target
     if theirs["path"] and os.path.isabs(theirs["path"]) and not os.path.isdir(theirs["path"]):
         raise Refusal(
             f"target: that of drafter={cfg.drafter} is not at {theirs['path']} any more; "
             "say where it is: target=hf target.path=FOLDER"
         )
-    return theirs["name"], theirs["path"]
+    if theirs.get("trust_remote_code") and not cfg.target.trust_remote_code:
+        raise Refusal(
+            f"target.trust_remote_code: that of drafter={cfg.drafter} was loaded with Python code of its own when the "
+            "drafter was trained; target.trust_remote_code=true runs it here too"
+        )
+    quantize = cfg.target.quantize or theirs.get("quantize") or "none"  # the first exports did not say it
+    return cfg.target.model_copy(update={"name": theirs["name"], "path": theirs["path"], "quantize": quantize})
 
 
 def setting(cfg: Any, ready: Runtime) -> dict[str, Any]:

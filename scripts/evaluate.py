@@ -208,7 +208,7 @@ def _made(cfg: Any, ready: Runtime, ids: list[list[int]]) -> dict[str, Any]:
     """What the target's own outputs depend on, in plain types, under names that a refusal can show."""
     return {
         "target fingerprint": ready.target["fingerprint"],
-        "target.quantize": cfg.target.quantize,
+        "target.quantize": ready.target["quantize"],
         "dtype": cfg.dtype,
         "eval.prompts": Path(cfg.eval.prompts).name,
         "number of prompts": len(ids),

@@ -67,6 +67,7 @@ ALSO_REFUSED = {
     "target=hf": ["target.path:", "must be given"],
     "target=export": ["target:", "nearest: smollm2"],
     "target.path=x": ["target.path:", "target=hf"],
+    "target.quantize=null": ["target.quantize:", "target=export", "nearest: none"],
     "dtype=float8": ["dtype:", "nearest: float"],
     "--mulirun": ["--mulirun:", "nearest: --multirun"],
     "--config-name=mdusa": ["mdusa", "nearest: medusa"],

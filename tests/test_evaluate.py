@@ -297,14 +297,54 @@ def test_what_contradicts_the_export_is_refused_before_the_target_loads(
     assert "bad.jsonl:1" in refused(monkeypatch, capsys, f"drafter={export}", "eval.prompts=bad.jsonl")
 
 
-def test_a_target_that_moved_away_is_named(export: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    moved = tmp_path / "export"
-    moved.mkdir()
+def retold(export: Path, folder: Path, **target: Any) -> Path:
+    """A description of the same drafter that says something else of its target."""
+    folder.mkdir()
     about = json.loads((export / "drafter.json").read_text())
-    about["target"] |= {"name": "hf", "path": str(tmp_path / "gone")}
-    (moved / "drafter.json").write_text(json.dumps(about))
+    about["target"] |= target
+    (folder / "drafter.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_a_target_that_moved_away_is_named(export: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    moved = retold(export, tmp_path / "export", name="hf", path=str(tmp_path / "gone"))
     line = refused(monkeypatch, capsys, f"drafter={moved}")
     assert str(tmp_path / "gone") in line and "target.path=FOLDER" in line
+
+
+def test_a_target_is_loaded_as_the_export_says_unless_asked_otherwise(
+    export: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    asked = []
+
+    def loading(*args: Any) -> None:
+        asked.append(args[4:])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Target, "load", loading)
+    packed = retold(export, tmp_path / "packed", quantize="4bit")
+    trusted = retold(export, tmp_path / "trusted", trust_remote_code=True)
+    for words in (
+        [f"drafter={packed}"],
+        [f"drafter={packed}", "target.quantize=none"],
+        [f"drafter={packed}", "target=tiny"],
+        [f"drafter={export}"],
+        [f"drafter={trusted}", "target.trust_remote_code=true"],
+        ["drafter=none"],
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            measured(tmp_path, *words)
+    unpacked = ("none", False)
+    assert asked == [("4bit", False), unpacked, unpacked, unpacked, ("none", True), unpacked]
+
+
+def test_code_of_a_target_runs_only_where_that_is_asked_for_anew(
+    export: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(Target, "load", None)
+    trusted = retold(export, tmp_path / "trusted", trust_remote_code=True)
+    line = refused(monkeypatch, capsys, f"drafter={trusted}")
+    assert f"target.trust_remote_code: that of drafter={trusted} " in line and "target.trust_remote_code=true" in line
 
 
 def test_another_target_with_the_same_shape_is_refused(

@@ -101,6 +101,7 @@ def test_the_tiny_target_trains_in_seconds_and_its_folder_explains_itself(
     # the export is the best of the decodes, the earlier of equals
     assert about["acceptance"]["mean_acceptance_length"] == max(decoded.values())
     assert about["provenance"]["step"] == max(decoded, key=decoded.__getitem__)
+    assert (about["target"]["quantize"], about["target"]["trust_remote_code"]) == ("none", False)
     shown = capsys.readouterr().out
     for words in ("supervised tokens:", "⟦supervised", "draft vocabulary 64", "mean acceptance length", "done:"):
         assert words in shown

@@ -239,6 +239,8 @@ class Record:
             {
                 "name": cfg.target.name,
                 "path": cfg.target.path,
+                "quantize": cfg.target.quantize,
+                "trust_remote_code": cfg.target.trust_remote_code,
                 "fingerprint": target.fingerprint,
                 "template_sha256": data.provenance["template_sha256"],
             },
