@@ -5,6 +5,7 @@ Does not know Hydra, nor what an option does; a method's own options are its dra
 """
 
 import difflib
+import importlib.util
 import os
 import re
 from collections.abc import Iterable
@@ -200,6 +201,14 @@ class Tracker(Section):
     name: Literal["none", "wandb"]
     project: str
     mode: Literal["offline", "online"]
+
+    @field_validator("name")
+    @classmethod
+    def _installed(cls, name: str) -> str:
+        # looked for, not imported: only the process that tracks needs it, once the run begins
+        if name == "wandb" and importlib.util.find_spec("wandb") is None:
+            raise Refusal("tracker=wandb needs wandb: pip install wandb, or tracker=none")
+        return name
 
 
 class Export(Section):

@@ -320,8 +320,8 @@ def test_without_a_tracker_wandb_need_not_be_there_and_with_it_that_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now fails
     fit(config(tmp_path, target_folder))
-    with pytest.raises(Refusal, match="tracker=wandb needs wandb"):
-        fit(config(tmp_path, target_folder, "tracker=wandb", f"out={tmp_path}/other"))
+    with pytest.raises(Refusal, match="tracker=wandb needs wandb"):  # before anything loads
+        config(tmp_path, target_folder, "tracker=wandb")
 
 
 def log_records(log: bytes) -> Iterator[bytes]:

@@ -307,10 +307,8 @@ def draw(out: Path, lines: list[dict[str, Any]]) -> Path | None:
 
 def _wandb(cfg: Any, out: Path) -> Any:
     """A wandb run in the run's folder; the same run again after a resumption."""
-    try:
-        import wandb
-    except ImportError:
-        raise Refusal("tracker=wandb needs wandb: pip install wandb, or tracker=none") from None
+    import wandb
+
     file = out / "wandb-run-id"
     run = wandb.init(
         project=cfg.tracker.project,
