@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +138,17 @@ def test_a_checkpoint_named_by_its_path_goes_on_elsewhere(tmp_path: Path, target
         fit(config(tmp_path, target_folder, *TEN, f"resume={whole}", f"out={tmp_path}/third"))
 
 
+def test_a_checkpoint_of_before_the_coverage_was_kept_goes_on(tmp_path: Path, target_folder: Path, whole: Path) -> None:
+    place = Path(shutil.copytree(whole / "checkpoints" / "step-000005", tmp_path / "step-000005"))
+    state = json.loads((place / "state.json").read_text())
+    del state["coverage"]
+    (place / "state.json").write_text(json.dumps(state))
+    fit(config(tmp_path, target_folder, *TEN, f"resume={place}"))
+    assert json.loads((tmp_path / "run" / "export" / "drafter.json").read_text())["vocabulary_coverage"] is None
+    there, here = (contents(run / "checkpoints" / "step-000010") for run in (whole, tmp_path / "run"))
+    assert here["drafter.safetensors"] == there["drafter.safetensors"]
+
+
 def test_with_nothing_to_resume_a_run_starts_afresh_and_says_so(
     tmp_path: Path,
     target_folder: Path,
@@ -203,21 +216,51 @@ def trained(steps: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     return module, optimizer
 
 
-RNG = [torch.get_rng_state()]
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+RNG = [checkpoint.generators(CPU)]
 
 
 def test_a_checkpoint_brings_back_weights_moments_and_generator(tmp_path: Path) -> None:
     module, optimizer = trained(3)
     torch.manual_seed(7)
-    place = checkpoint.save(tmp_path, 3, module, optimizer, [torch.get_rng_state()], {"best": 1.5})
+    place = checkpoint.save(tmp_path, 3, module, optimizer, [checkpoint.generators(CPU)], {"best": 1.5})
     drawn = torch.rand(4)
     other, fresh = trained(0)
-    assert checkpoint.load(place, other, fresh, rank=0, world=1) == {"step": 3, "best": 1.5}
+    assert checkpoint.load(place, other, fresh, rank=0, world=1, device=CPU) == {"step": 3, "best": 1.5}
     assert torch.rand(4).equal(drawn)
     for ours, theirs in zip(module.parameters(), other.parameters(), strict=True):
         assert ours.equal(theirs)
         for kind in ("exp_avg", "exp_avg_sq", "step"):
             assert optimizer.state[ours][kind].equal(fresh.state[theirs][kind])
+
+
+def test_the_generator_of_a_gpu_is_brought_back_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = torch.Generator()  # stands for that of a GPU
+    stand_in = SimpleNamespace(
+        get_rng_state=lambda device: dice.get_state(), set_rng_state=lambda state, device: dice.set_state(state)
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: stand_in)
+    module, optimizer = trained()
+
+    def drawn_after(place: Path, device: torch.device, rank: int = 0) -> torch.Tensor:
+        checkpoint.load(place, *trained(0), rank, 2, device)
+        return torch.rand(4, generator=dice)
+
+    ranks, drawn = [], []
+    for seed in (7, 8):
+        dice.manual_seed(seed)
+        ranks.append(checkpoint.generators(GPU))
+        drawn.append(torch.rand(4, generator=dice))
+    place = checkpoint.save(tmp_path, 1, module, optimizer, ranks, {})
+    for rank in (0, 1):
+        assert drawn_after(place, GPU, rank).equal(drawn[rank])
+    # what was written without one, or has to go on without one, leaves a generator alone
+    old = checkpoint.save(tmp_path / "old", 1, module, optimizer, [checkpoint.generators(CPU) for _ in ranks], {})
+    for written, device in ((old, GPU), (place, CPU)):
+        dice.manual_seed(9)
+        untouched = torch.rand(4, generator=dice)
+        dice.manual_seed(9)
+        assert drawn_after(written, device).equal(untouched)
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +295,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(tmp_path: Path) -> N
 
     def refused(words: str, into: nn.Module = module, world: int = 1) -> None:
         with pytest.raises(Refusal, match=words):
-            checkpoint.load(place, into, torch.optim.AdamW(into.parameters()), 0, world)
+            checkpoint.load(place, into, torch.optim.AdamW(into.parameters()), 0, world, CPU)
 
     place = checkpoint.save(tmp_path, 1, module, optimizer, RNG, {})
     refused("saved by 1 processes, cannot go on with 2", world=2)

@@ -2,7 +2,7 @@
 
     checkpoints/step-000500/   drafter.safetensors     float32
                                optimizer.safetensors   both moments and the step count of every parameter
-                               rng.safetensors         torch's generator, of every rank
+                               rng.safetensors         torch's generators, of every rank: the CPU's, and its GPU's
                                state.json              step, and what the record of the run counts
 
 Knows modules, optimisers and numbers. Does not know what a step is.
@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,26 @@ from paceline.models.export import load_tensors
 HIDDEN = ".unfinished-"  # how the name of a folder begins that is being written or deleted
 
 
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """States of the generators that training on `device` draws from, by kind of device: `cpu`, and that of a GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
 def save(
     folder: Path,
     step: int,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    rng: Sequence[Tensor],
+    rng: Sequence[Mapping[str, Tensor]],
     state: dict[str, Any],
 ) -> Path:
     """Write `folder/step-NNNNNN`.
 
     Args:
-        rng: torch's generator state of each rank. state: plain types: best so far, tokens seen, world size ...
+        rng: the `generators` of each rank. state: plain types: best so far, tokens seen, world size ...
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / f"step-{step:06d}"
@@ -54,7 +62,8 @@ def save(
             work / "drafter.safetensors",
         )
         save_file(moments, work / "optimizer.safetensors")
-        save_file({f"rank{rank}": generator for rank, generator in enumerate(rng)}, work / "rng.safetensors")
+        drawn = {_slot(rank, kind): held for rank, states in enumerate(rng) for kind, held in states.items()}
+        save_file(drawn, work / "rng.safetensors")
         (work / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
         for file in work.iterdir():
             with file.open("rb") as written:
@@ -97,8 +106,12 @@ def _discard(place: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def load(place: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> dict[str, Any]:
-    """Put a checkpoint back into module, optimiser and torch's generator; returns its state.
+def load(
+    place: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, device: torch.device
+) -> dict[str, Any]:
+    """Put a checkpoint back into module, optimiser and the `generators` of `device`; returns its state.
+
+    A GPU's generator stays as it is where the checkpoint was written on another kind of device, or before it was kept.
 
     Raises Refusal: what is missing or damaged.
     """
@@ -115,8 +128,9 @@ def load(place: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank:
         rng = load_file(place / "rng.safetensors")
     except Exception as error:  # safetensors raises kinds of its own
         raise Refusal(f"{where}: cannot be read ({error})") from error
-    if len(rng) < world:
-        raise Refusal(f"{where}: saved by {len(rng)} processes, cannot go on with {world}")
+    saved = sum("|" not in name for name in rng)
+    if saved < world:
+        raise Refusal(f"{where}: saved by {saved} processes, cannot go on with {world}")
     load_tensors(module, tensors, where)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     known = {key.partition("|")[0] for key in moments}
@@ -126,5 +140,12 @@ def load(place: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank:
         name, _, kind = key.partition("|")
         # the step count of a fused AdamW lives where the parameter lives
         optimizer.state[trained[name]][kind] = value.to(trained[name].device)
-    torch.set_rng_state(rng[f"rank{rank}"])
+    torch.set_rng_state(rng[_slot(rank, "cpu")])
+    if (held := rng.get(_slot(rank, device.type))) is not None and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(held, device)
     return state
+
+
+def _slot(rank: int, kind: str) -> str:
+    """The name of a generator's state; the CPU's is the rank's alone, as before others were kept."""
+    return f"rank{rank}" if kind == "cpu" else f"rank{rank}|{kind}"

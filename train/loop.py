@@ -136,7 +136,7 @@ def _optimizer(cfg: Any, drafter: Drafter) -> torch.optim.AdamW:
 
 def _save(cfg: Any, record: Record, number: int, drafter: Drafter, optimizer: Any, accelerator: Accelerator) -> None:
     """Write a checkpoint, and forget the oldest. All processes take part."""
-    rng = gather_object([torch.get_rng_state()])
+    rng = gather_object([checkpoint.generators(accelerator.device)])
     if accelerator.is_main_process:
         scaler = {} if accelerator.scaler is None else {"scaler": accelerator.scaler.state_dict()}
         checkpoint.save(record.checkpoints, number, drafter, optimizer.optimizer, rng, record.state() | scaler)
@@ -148,7 +148,9 @@ def _resumed(
     place: Path, record: Record, drafter: Drafter, optimizer: torch.optim.Optimizer, accelerator: Accelerator
 ) -> int:
     """Steps already taken, with weights, moments and generators put back."""
-    state = checkpoint.load(place, drafter, optimizer, accelerator.process_index, accelerator.num_processes)
+    state = checkpoint.load(
+        place, drafter, optimizer, accelerator.process_index, accelerator.num_processes, accelerator.device
+    )
     record.restore(state, place)
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])

@@ -110,7 +110,7 @@ class Record:
 
     def restore(self, state: dict[str, Any], place: Path) -> None:
         self.tokens, self.skipped, self.empty = state["tokens"], state["skipped"], state["empty"]
-        self._pending, self.coverage = state["pending"], state["coverage"]
+        self._pending, self.coverage = state["pending"], state.get("coverage")  # the first checkpoints had none
         if state["best"] is not None and (self.out / "export").exists():  # not so where `out` is another run's folder
             self.best, self.best_step = state["best"], state["best_step"]
         self.console.print(f"resumed from {place}: step {state['step']}, {self.tokens} tokens seen")
