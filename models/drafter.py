@@ -12,6 +12,7 @@ Tokens, positions and the attention mask are the caller's, and reach `step` thro
 import importlib
 import math
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 from torch import Tensor, nn
 
 from paceline.models.errors import Refusal
-from paceline.models.target import Target
+from paceline.models.target import Head, Target
 
 # What a drafter may be trained to minimise; train/objective.py computes each.
 LOSS_TERMS = {"kl", "ce", "smooth_l1"}
@@ -104,6 +105,17 @@ class Context:
     parents: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Borrowed:
+    """What a drafter uses of the target by reference: the embedding of its ids, its output head. Copies share it."""
+
+    embed: Callable[[Tensor], Tensor] | None = None
+    head: Head | None = None
+
+    def __deepcopy__(self, memo: dict) -> "Borrowed":
+        return self  # a bound method is copied with all it belongs to: the whole target
+
+
 class Drafter(nn.Module):
     """Base of all drafters.
 
@@ -128,6 +140,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.options, self.shape = options, shape
         self.taps: tuple[int, ...] = options.taps or ()
+        self.borrowed = Borrowed()
 
     @property
     def unroll(self) -> int:
@@ -169,7 +182,13 @@ class Drafter(nn.Module):
         """Initialise what is trained from the target, once, before training."""
 
     def borrow(self, target: Target) -> None:
-        """Take, by reference, what stays the target's own and is not exported."""
+        """Take, by reference, what stays the target's own and is not exported: fills `borrowed`."""
+
+    def head_of_target(self, state: Tensor) -> Tensor:
+        """[..., H] -> logits [..., D] of the borrowed output head."""
+        if self.borrowed.head is None:
+            raise RuntimeError("this drafter shares the target's output matrix: call borrow(target) first")
+        return self.borrowed.head(state.to(self.borrowed.head.weight.dtype))
 
     def check_vocabulary(self) -> None:
         """Raises ValueError where tensors that were read from a file contradict the draft vocabulary."""

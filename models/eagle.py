@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from paceline.models.drafter import Context, Drafter, Options, Shape, method
+from paceline.models.drafter import Borrowed, Context, Drafter, Options, Shape, method
 from paceline.models.errors import Refusal
 from paceline.models.layers import (
     Attention,
@@ -28,7 +28,7 @@ from paceline.models.layers import (
     turned_into_offsets,
 )
 from paceline.models.streams import TreeKeys
-from paceline.models.target import Head, Target, rope_frequencies
+from paceline.models.target import Target, rope_frequencies
 
 
 class EagleOptions(Options):
@@ -135,8 +135,6 @@ class Eagle(Drafter):
         self.register_buffer("t2d", known)
         if options.output == "own":
             self.lm_head = nn.Linear(hidden, shape.vocab if vocab_map is None else len(vocab_map), bias=False)
-        self._shared: Head | None = None
-        self._embed: Any = None
 
     @property
     def vocab_map(self) -> Tensor | None:
@@ -158,9 +156,9 @@ class Eagle(Drafter):
         return feature
 
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
-        if self._embed is None:
+        if self.borrowed.embed is None:
             raise RuntimeError("EAGLE reads tokens through the target's embedding: call borrow(target) first")
-        embedded = self._embed(tokens).to(feature.dtype)
+        embedded = self.borrowed.embed(tokens).to(feature.dtype)
         if self.options.join == "fc" and self.fc is not None:
             feature = self.fc(torch.cat([embedded, feature], -1))
         angles = self.rotary(ctx.positions.clamp(min=0) + self.position_offset, feature.dtype)
@@ -172,9 +170,7 @@ class Eagle(Drafter):
             state = self.norm(state)
         if self.options.output == "own":
             return self.lm_head(state)
-        if self._shared is None:
-            raise RuntimeError("this drafter shares the target's output matrix: call borrow(target) first")
-        return self._shared(state.to(self._shared.weight.dtype))
+        return self.head_of_target(state)
 
     @torch.no_grad()
     def start(self, target: Target) -> None:
@@ -222,9 +218,8 @@ class Eagle(Drafter):
             raise ValueError("tensor t2d marks other tokens than d2t leads to")
 
     def borrow(self, target: Target) -> None:
-        self._embed = target.embed
-        if self.options.output == "shared":
-            self._shared = target.head.rows(self.vocab_map)
+        head = target.head.rows(self.vocab_map) if self.options.output == "shared" else None
+        self.borrowed = Borrowed(target.embed, head)
 
     def engine_config(self) -> dict[str, Any]:
         layer, rope, taps = self.options.layer, self.options.layer.rope or {}, list(self.taps)

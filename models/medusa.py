@@ -10,10 +10,10 @@ from typing import Any, Literal
 from pydantic import PositiveInt, model_validator
 from torch import Tensor, nn
 
-from paceline.models.drafter import Context, Drafter, Options, Shape, method
+from paceline.models.drafter import Borrowed, Context, Drafter, Options, Shape, method
 from paceline.models.errors import Refusal
 from paceline.models.layers import ResBlock, checked_map
-from paceline.models.target import Head, Target
+from paceline.models.target import Target
 
 
 class MedusaOptions(Options):
@@ -52,7 +52,6 @@ class Medusa(Drafter):
         width = shape.vocab if vocab_map is None else len(vocab_map)
         own = options.heads if options.output == "own" else 0
         self.lm_heads = nn.ModuleList(nn.Linear(shape.hidden, width, bias=False) for _ in range(own))
-        self._shared: Head | None = None
 
     @property
     def vocab_map(self) -> Tensor | None:
@@ -64,9 +63,7 @@ class Medusa(Drafter):
     def head(self, state: Tensor, depth: int) -> Tensor:
         if self.options.output == "own":
             return self.lm_heads[depth](state)
-        if self._shared is None:
-            raise RuntimeError("these heads share the target's output matrix: call borrow(target) first")
-        return self._shared(state.to(self._shared.weight.dtype))
+        return self.head_of_target(state)
 
     def start(self, target: Target) -> None:
         theirs = target.head.rows(self.vocab_map)
@@ -75,7 +72,7 @@ class Medusa(Drafter):
 
     def borrow(self, target: Target) -> None:
         if self.options.output == "shared":
-            self._shared = target.head.rows(self.vocab_map)
+            self.borrowed = Borrowed(head=target.head.rows(self.vocab_map))
 
     def engine_config(self) -> dict[str, Any]:
         if self.options.output == "shared":  # vLLM's heads always have matrices of their own

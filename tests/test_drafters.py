@@ -1,5 +1,7 @@
 """What drafters promise apart from training and decoding: Medusa heads start as the target's own, n-grams look back."""
 
+import copy
+
 import pytest
 import torch
 from fakes import VOCAB, target_of
@@ -65,6 +67,22 @@ def test_a_shared_head_that_was_not_lent_is_loud(target: Target) -> None:
     drafter = build(options("medusa")(name="medusa", output="shared"), Shape.of(target))
     with pytest.raises(RuntimeError, match="borrow"):
         drafter.head(torch.zeros(1, 32), 0)
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle"])
+@torch.no_grad()
+def test_a_copy_has_weights_of_its_own_and_shares_what_is_the_targets(name: str, target: Target) -> None:
+    opts = options(name)(name=name, output="shared").fitted(target)
+    drafter = build(opts, Shape.of(target))
+    drafter.borrow(target)
+    copied = copy.deepcopy(drafter)
+    places = [{parameter.data_ptr() for parameter in one.parameters()} for one in (drafter, copied)]
+    assert not places[0] & places[1]
+    ours, theirs = drafter.borrowed, copied.borrowed
+    assert theirs.head is not None and ours.head is not None and theirs.head.weight is ours.head.weight
+    assert theirs.embed == ours.embed  # of the very same target
+    state = torch.randn(4, 32)
+    assert copied.head(state, 0).equal(drafter.head(state, 0))
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:

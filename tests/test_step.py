@@ -18,7 +18,7 @@ from paceline.data.batch import Batch, pack
 from paceline.data.conversations import Example
 from paceline.decode import Decoder, chain
 from paceline.models import drafter as drafters
-from paceline.models.drafter import Context, Drafter, Options, Shape, build
+from paceline.models.drafter import Borrowed, Context, Drafter, Options, Shape, build
 from paceline.models.medusa import MedusaOptions
 from paceline.models.target import Head, Target
 from paceline.train import objective
@@ -71,7 +71,7 @@ def medusa(vocab_map: Tensor | None = None, output: str = "own", weights: dict[s
     for i, parameter in enumerate(drafter.parameters()):
         parameter.data = 0.4 * noise(*parameter.shape, seed=10 + i)
     if output == "shared":
-        drafter._shared = head_of_target().rows(vocab_map)
+        drafter.borrowed = Borrowed(head=head_of_target().rows(vocab_map))
     return drafter
 
 
