@@ -73,6 +73,9 @@ class Options(BaseModel):
         """These options with everything settled that follows the target unless set. Refusal: what it cannot follow."""
         return self
 
+    def check_settled(self) -> None:
+        """Raises Refusal where something would still have to follow a target: no drafter can be built of that."""
+
 
 @dataclass(frozen=True)
 class Shape:

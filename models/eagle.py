@@ -70,6 +70,12 @@ class EagleOptions(Options):
         taps = self.taps if self.taps is not None else (-1,) if self.join == "fc" else default_taps(target.layers)
         return self.model_copy(update={"layer": LayerOptions.model_construct(**form).checked(), "taps": taps})
 
+    def check_settled(self) -> None:
+        parts = {"taps": self.taps} | {f"layer.{name}": value for name, value in self.layer}
+        for name, value in parts.items():
+            if value is None:
+                raise Refusal(f"method.{name}: null follows a target in training; a trained drafter has a value there")
+
 
 def default_taps(layers: int) -> tuple[int, int, int]:
     """A low, a middle and a high hidden state: the official inputs of layers 2, L // 2 and L - 3, where distinct.

@@ -102,7 +102,9 @@ def describe(folder: str | Path, option: str = "drafter") -> dict[str, Any]:
     try:
         about = json.loads(file.read_text())
         version, name = about["paceline"], about["method"]["name"]
-        Shape(**about["shape"])
+        sizes = asdict(Shape(**about["shape"]))
+        if any(type(size) is not int or size < 1 for size in sizes.values()):
+            raise TypeError(f"shape {sizes}")
         _ = about["target"]["fingerprint"], DTYPES[about["dtype"]]
     except (ValueError, KeyError, TypeError) as error:
         raise Refusal(f"{where}: drafter.json is damaged ({type(error).__name__}: {error})") from error
@@ -111,10 +113,15 @@ def describe(folder: str | Path, option: str = "drafter") -> dict[str, Any]:
     if name not in methods():
         raise Refusal(f"{where}: method {name!r} is not known here; one of {', '.join(methods())}")
     try:
-        options(name).model_validate(about["method"])
+        options(name).model_validate(about["method"]).check_settled()
     except ValidationError as error:
         first = error.errors()[0]
+        reason = first.get("ctx", {}).get("error")
+        if isinstance(reason, Refusal):  # it names the option itself
+            raise Refusal(f"{where}: {reason}") from error
         raise Refusal(f"{where}: {'.'.join(map(str, ('method', *first['loc'])))}: {first['msg']}") from error
+    except Refusal as refusal:
+        raise Refusal(f"{where}: {refusal}") from None
     return about
 
 

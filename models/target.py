@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -545,19 +546,23 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float
     kind = rope.get("rope_type", "default")
     if kind != "default" and (kind in ("dynamic", "longrope") or kind not in ROPE_INIT_FUNCTIONS):
         raise Refusal(f"method.layer.rope: {kind} is not available in a drafter; nearest: rope_type: default")
-    if "rope_theta" not in rope:
-        raise Refusal("method.layer.rope: rope_theta is missing; nearest: {rope_type: default, rope_theta: 10000.0}")
-    if kind == "default":
-        width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-        return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
+    theta = rope.get("rope_theta")
+    if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+        fault = f"{theta!r} is no positive number" if "rope_theta" in rope else "is missing"
+        raise Refusal(f"method.layer.rope: rope_theta {fault}; nearest: {{rope_type: default, rope_theta: 10000.0}}")
     parameters = {key: value for key, value in rope.items() if key != "max_position_embeddings"}
     config = PretrainedConfig(head_dim=head_dim, hidden_size=head_dim, num_attention_heads=1)
     config.max_position_embeddings = rope.get("max_position_embeddings", 2048)
     config.rope_parameters = parameters
     try:
+        if kind == "default":
+            width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+            return 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
         frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     except KeyError as error:
         raise Refusal(f"method.layer.rope: rope_type {kind} needs {error.args[0]}") from None
+    except (TypeError, ValueError) as error:  # another value that is no number
+        raise Refusal(f"method.layer.rope: {parameters} gives no angles ({error})") from None
     return frequencies.float(), float(scaling)
 
 

@@ -96,6 +96,7 @@ EAGLE_REFUSED = {
     "method.layer.eps=0": ["method.layer.eps: 0", "greater than 0"],
     "method.layer.rope={rope_type: dynamic}": ["method.layer.rope: dynamic", "nearest: rope_type: default"],
     "method.layer.rope={rope_type: default}": ["method.layer.rope: rope_theta", "rope_theta: 10000.0"],
+    "method.layer.rope={rope_type: default, rope_theta: many}": ["method.layer.rope: rope_theta 'many' is no positive"],
     "method.layer.rope={rope_type: yarn, rope_theta: 1e4}": ["method.layer.rope: rope_type yarn needs factor"],
     "method.layer=5": ["method.layer: 5"],
     "method.init_from=nowhere": ["method.init_from: no such file or folder", "nowhere"],

@@ -794,6 +794,42 @@ def test_a_draft_vocabulary_that_contradicts_itself_is_refused(fault: str, tmp_p
     assert str(refusal.value).startswith(f"drafter={where}: ") and says in str(refusal.value)
 
 
+BY_HAND: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"no {size}": ({"layer": {size: None}}, f"method.layer.{size}: null")
+        for size in ("heads", "kv_heads", "head_dim", "intermediate", "eps", "rope")
+    },
+    "no taps": ({"taps": None}, "method.taps: null"),
+    "negative heads": ({"layer": {"heads": -1}}, "method.layer.heads: "),
+    "theta in words": ({"layer": {"rope": {"rope_theta": "many"}}}, "method.layer.rope: rope_theta 'many' is no"),
+    "theta of nothing": ({"layer": {"rope": {"rope_theta": None}}}, "method.layer.rope: rope_theta None is no"),
+    "theta below 0": ({"layer": {"rope": {"rope_theta": -1.0}}}, "method.layer.rope: rope_theta -1.0 is no"),
+    "no theta": ({"layer": {"rope": {}}}, "method.layer.rope: rope_theta is missing"),
+    "half a head": (
+        {"layer": {"rope": {"rope_theta": 1e4, "partial_rotary_factor": "half"}}},
+        "method.layer.rope: {'rope_theta': 10000.0, 'partial_rotary_factor': 'half'} gives no angles",
+    ),
+    "factor in words": (
+        {"layer": {"rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": "two"}}},
+        "method.layer.rope: {'rope_type': 'linear', 'rope_theta': 10000.0, 'factor': 'two'} gives no angles",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BY_HAND)
+def test_an_export_that_was_edited_by_hand_is_refused_by_folder_and_option(fault: str, tmp_path: Path) -> None:
+    target = target_of("llama")
+    where = exported(eagle(target, "eagle3"), target, tmp_path / "export")
+    about = json.loads((where / "drafter.json").read_text())
+    change, says = BY_HAND[fault]
+    layer = about["method"]["layer"] | change.get("layer", {})
+    about["method"] |= change | {"layer": layer}
+    (where / "drafter.json").write_text(json.dumps(about))
+    with pytest.raises(Refusal) as refusal:
+        load_export(where, target)
+    assert str(refusal.value).startswith(f"drafter={where}: {says}") and "\n" not in str(refusal.value)
+
+
 # ---------------------------------------------------------------- runs
 
 

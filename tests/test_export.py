@@ -192,6 +192,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a description": (lambda e: (e / "drafter.json").write_text('{"paceline": 1,'), "drafter.json is damaged"),
     "not a description": (lambda e: (e / "drafter.json").write_text("[]"), "drafter.json is damaged"),
     "no target": (lambda e: about_changed(e, lambda a: a.pop("target")), "drafter.json is damaged"),
+    "no width": (lambda e: about_changed(e, lambda a: a["shape"].update(hidden=None)), "drafter.json is damaged"),
     "no such dtype": (lambda e: about_changed(e, lambda a: a.update(dtype="int3")), "drafter.json is damaged"),
     "another format": (lambda e: about_changed(e, lambda a: a.update(paceline=99)), "written in format 99"),
     "another method": (
