@@ -34,7 +34,8 @@ def save_export(drafter: Drafter, folder: str | Path, dtype: str, target: dict[s
     """Write an export; the folder appears whole or not at all, and replaces an older one.
 
     Args:
-        dtype: of the floating-point tensors. target: {"name", "path", "fingerprint"}, how it is loaded, what else tells it apart.
+        dtype: of the floating-point tensors.
+        target: {"name", "path", "fingerprint"}, how it is loaded, and what else identifies it.
         about: further entries of drafter.json: `tree`, `provenance`, `acceptance`.
     """
     folder = Path(folder)
