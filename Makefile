@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: setup
 	$(LAUNCH) train/medusa.py experiment=demo out=outputs/demo resume=true
-	$(BIN)/python scripts/evaluate.py drafter=outputs/demo/export eval.prompts=demo decode.nodes=24 hf_prompts=6 out=outputs/demo
+	$(BIN)/python scripts/evaluate.py drafter=outputs/demo/export eval.prompts=demo decode.nodes=20 hf_prompts=6 out=outputs/demo
 
 eagle: setup
 	$(LAUNCH) train/eagle.py experiment=eagle out=outputs/eagle resume=true
