@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from paceline.decode.tree import DraftTree
 
-BLOCK = 128  # ids summed at a time where a token is drawn
 Place = tuple[int, int]  # (row key, absolute position of the token being chosen)
 
 
@@ -58,20 +56,17 @@ class Sampler:
         return self.pick(self.probs(logits), places)
 
     def pick(self, probs: Tensor, places: Sequence[Place], draw: int = 0) -> list[int]:
-        """[R, V] distributions, not necessarily normalised -> a token each, by the inverse of the cumulative sum."""
-        # The sum in two levels, blocks and then inside the one that is hit: float64, without a [R, V] float64 tensor.
-        probs = probs.cpu() if probs.device.type == "mps" else probs  # which has no float64
-        rows = torch.arange(len(probs), device=probs.device)
-        blocks = functional.pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-        mass = blocks.sum(-1, dtype=torch.float64)
-        below = mass.cumsum(-1)
-        noise = [self.uniform(place, draw) for place in places]
-        level = torch.tensor(noise, dtype=torch.float64, device=probs.device)[:, None] * below[:, -1:]
-        block = torch.minimum(torch.searchsorted(below, level, right=True)[:, 0], _last_possible(mass))
-        hit = blocks[rows, block]
-        inside = hit.double().cumsum(-1) + (below - mass)[rows, block, None]
-        chosen = torch.minimum(torch.searchsorted(inside, level, right=True)[:, 0], _last_possible(hit))
-        return (block * BLOCK + chosen).tolist()
+        """[R, V] distributions, not necessarily normalised -> a token each: the first to arrive of V independent races.
+
+        A token with probability p arrives after E / p, E from an exponential of its own (Gumbel's maximum, in other
+        words). Probabilities that differ in their last bits, as passes of other widths give them, choose another token
+        only where two arrive at the same moment. The inverse of the cumulative sum would choose one at every border
+        between two of the many tokens of the tail.
+        """
+        if not places:
+            return []
+        noise = torch.stack([self.exponentials(place, probs.shape[-1], draw) for place in places])
+        return (probs / noise.to(probs.device)).max(-1).indices.tolist()
 
     def accepts(self, chance: float, place: Place, draw: int) -> bool:
         """One coin with probability `chance` of heads."""
@@ -79,18 +74,22 @@ class Sampler:
 
     def uniform(self, place: Place, draw: int = 0) -> float:
         """A number in [0, 1) that depends on seed, place and draw alone."""
+        return (self._key(place, draw) >> 11) / (1 << 53)
+
+    def exponentials(self, place: Place, many: int, draw: int = 0) -> Tensor:
+        """[many] float32 draws above 0 from the exponential distribution, that depend on seed, place and draw alone."""
+        generator = torch.Generator().manual_seed(self._key(place, draw))
+        return torch.empty(many).exponential_(generator=generator).clamp_(min=torch.finfo(torch.float32).tiny)
+
+    def _key(self, place: Place, draw: int) -> int:
+        """64 bits."""
         digest = hashlib.blake2b(f"{self.seed}/{place[0]}/{place[1]}/{draw}".encode(), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+        return int.from_bytes(digest, "little")
 
 
 def likeliest(logits: Tensor) -> Tensor:
     """[..., V] -> [...], the first of the largest: what argmax gives, which takes four times as long on a CPU."""
     return logits.max(-1).indices
-
-
-def _last_possible(mass: Tensor) -> Tensor:
-    """[R, W] -> the last index of each row with any probability: rounding must not carry a draw past it."""
-    return mass.shape[-1] - 1 - (mass > 0).flip(-1).int().argmax(-1)
 
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
