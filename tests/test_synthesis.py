@@ -53,7 +53,7 @@ def test_each_turn_begins_as_told_in_turn_and_the_beginning_is_part_of_it() -> N
 
 def test_the_script_writes_what_it_was_begun_with_and_goes_on_only_so(tmp_path: Path) -> None:
     out = tmp_path / "self"
-    small = ["target=tiny", "batch=4", "prompt.max_tokens=40", "prompt.temperature=2", "answer.max_tokens=8"]
+    small = ["target=tiny", "batch=16", "prompt.max_tokens=120", "prompt.temperature=2", "answer.max_tokens=8"]
     run(load("synthesize", *small, "count=2", f"out={out}"))
     records = [json.loads(line) for line in (out / "conversations.jsonl").read_text().splitlines()]
     assert all(record["messages"][0]["content"].startswith(tuple(beginnings("varied"))) for record in records)
