@@ -63,6 +63,11 @@ def existing(option: str, path: str, words: Iterable[str] = ()) -> str:
     return path
 
 
+def word_or_file(option: str, value: str, words: Iterable[str], info: ValidationInfo) -> str:
+    """One of the `words` as it is, else the absolute path of a file there is."""
+    return value if value in words else existing(option, absolute(value, info), words)
+
+
 Place = Annotated[str, AfterValidator(absolute)]
 
 
@@ -193,8 +198,7 @@ class Prompts(Section):
     @field_validator("prompts")
     @classmethod
     def _bundled_or_file(cls, prompts: str, info: ValidationInfo) -> str:
-        bundled = ("bench", "demo")
-        return prompts if prompts in bundled else existing("eval.prompts", absolute(prompts, info), bundled)
+        return word_or_file("eval.prompts", prompts, ("bench", "demo"), info)
 
 
 class Tracker(Section):
@@ -362,8 +366,7 @@ class SynthesizeConfig(Section):
     @field_validator("begin")
     @classmethod
     def _known_or_file(cls, begin: str, info: ValidationInfo) -> str:
-        words = ("varied", "free")
-        return begin if begin in words else existing("begin", absolute(begin, info), words)
+        return word_or_file("begin", begin, ("varied", "free"), info)
 
 
 class CompareConfig(Section):

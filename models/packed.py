@@ -1,7 +1,8 @@
 """Linear layers of frozen bfloat16 modules on a CPU, their weights laid out once as its matrix kernels want them.
 
-torch's own bfloat16 linear lays the weight out anew in every call, which for the few rows of a decoding pass is half of
-its time. Knows nn.Linear only. The weights stay where they are too: what is packed takes its memory twice.
+torch's own bfloat16 linear lays the weight out anew in every call, which for the few rows of a decoding pass costs
+about as much as the product itself. Knows nn.Linear only. The weights stay where they are too: what is packed takes
+its memory twice.
 """
 
 import torch
