@@ -211,11 +211,43 @@ def grow(
         known = vocab if drafter.vocab_map is None else int((drafter.vocab_map < vocab).sum())
     level = _Level(onward[rows, last][:, None], state[rows, last][:, None], tree.logp, torch.zeros_like(tree.parents))
     at = Context(ctx.positions[rows, last][:, None], torch.ones_like(ctx.count), ctx.memory)
+    root = _Root(at, _deeper_streams(drafter, shape.depth, onward, tokens, ctx))
     if isinstance(shape, StaticShape):
-        tree = _unfold_static(drafter, shape, tree, level, at, known)
+        tree = _unfold_static(drafter, shape, tree, level, root, known)
     else:
-        tree = _unfold_dynamic(drafter, shape, tree, level, at, known)
+        tree = _unfold_dynamic(drafter, shape, tree, level, root, known)
     return _without_dead(tree, allowed)
+
+
+def _deeper_streams(
+    drafter: Drafter, depths: int, feature: Tensor, tokens: Tensor, ctx: Context
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Write the rows that have become verified into the key streams that begin below depth 0.
+
+    feature: [B, J, F] feature' of the rows at depth 0, which `grow` was handed. Returns feature' and state [B, 1, .] of
+    the root's row at those depths, where it is verified text as well: for a drafter that reads no tokens.
+    """
+    root: dict[int, tuple[Tensor, Tensor]] = {}
+    rows, last = torch.arange(len(tokens), device=tokens.device), ctx.count - 1
+    for depth in range(1, depths):
+        if drafter.stream(depth) == drafter.stream(depth - 1):
+            break
+        if drafter.reads_tokens:
+            feature, tokens, ctx = ctx.memory.next_depth(depth, feature, tokens, ctx)
+            feature, _ = drafter.step(feature, tokens, depth, ctx)
+        else:
+            at = Context(ctx.positions + depth, ctx.count, ctx.memory)
+            feature, state = drafter.step(feature, tokens, depth, at)
+            root[depth] = feature[rows, last][:, None], state[rows, last][:, None]
+    return root
+
+
+@dataclass
+class _Root:
+    """The root's row, which all nodes go on from; deeper: see `_deeper_streams`."""
+
+    ctx: Context
+    deeper: dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -244,12 +276,15 @@ def _children(drafter: Drafter, level: _Level, depth: int, width: int, known: in
 
 
 def _descend(
-    drafter: Drafter, level: _Level, parent: Tensor, tokens: Tensor, depth: int, ctx: Context
+    drafter: Drafter, level: _Level, parent: Tensor, tokens: Tensor, depth: int, root: _Root
 ) -> tuple[Tensor, Tensor]:
     """Step into the chosen children: parent [B, m] indices within the level, tokens [B, m] -> feature', state.
 
-    ctx: the root's row; a node at depth k stands k places further.
+    A node at depth k stands k places further than the root.
     """
+    if depth in root.deeper:
+        return root.deeper[depth]
+    ctx = root.ctx
     if drafter.reads_tokens:
         feature = level.feature.gather(1, parent[..., None].expand(-1, -1, level.feature.shape[-1]))
     else:  # every node of the level carries the same feature: one is enough
@@ -289,7 +324,7 @@ def _plan(shape: StaticShape, device: torch.device) -> list[_LevelPlan]:
 
 
 def _unfold_static(
-    drafter: Drafter, shape: StaticShape, tree: DraftTree, level: _Level, ctx: Context, known: int | None
+    drafter: Drafter, shape: StaticShape, tree: DraftTree, level: _Level, root: _Root, known: int | None
 ) -> DraftTree:
     parts = [tree]
     rows = len(tree.tokens)
@@ -301,13 +336,13 @@ def _unfold_static(
         parts.append(DraftTree(tokens, level.index[:, plan.parent], tree.size, joint))
         if len(plan.going):
             parent = plan.parent[plan.going].expand(rows, -1)
-            feature, state = _descend(drafter, level, parent, tokens[:, plan.going], depth + 1, ctx)
+            feature, state = _descend(drafter, level, parent, tokens[:, plan.going], depth + 1, root)
             level = _Level(feature, state, joint[:, plan.going], plan.index.expand(rows, -1))
     return _joined(parts)
 
 
 def _unfold_dynamic(
-    drafter: Drafter, shape: DynamicShape, tree: DraftTree, level: _Level, ctx: Context, known: int | None
+    drafter: Drafter, shape: DynamicShape, tree: DraftTree, level: _Level, root: _Root, known: int | None
 ) -> DraftTree:
     parts = [tree]
     first = 1
@@ -320,7 +355,7 @@ def _unfold_dynamic(
         if depth + 1 < shape.depth:
             best = joint.topk(min(shape.width, joint.shape[1]), dim=1).indices
             parent, tokens, joint = parent.gather(1, best), tokens.gather(1, best), joint.gather(1, best)
-            feature, state = _descend(drafter, level, parent, tokens, depth + 1, ctx)
+            feature, state = _descend(drafter, level, parent, tokens, depth + 1, root)
             level = _Level(feature, state, joint, first + best)
         first += n * width
     whole = _joined(parts)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 from torch import Tensor, nn
 
 from paceline.models.errors import Refusal
@@ -30,6 +30,7 @@ LOSS_TERMS = {"kl", "ce", "smooth_l1"}
 class Options(BaseModel):
     """The options every trained method has; a method adds its own. Refuses unknown names.
 
+    taps: hidden states read, None for the method's `usual_taps`.
     init_from: an export whose weights and draft vocabulary are trained on. It says where a run began, not what a
     drafter is, so no export carries it.
     """
@@ -69,12 +70,41 @@ class Options(BaseModel):
         """Whether there is anything to train."""
         return True
 
+    def usual_taps(self, layers: int) -> tuple[int, ...]:
+        """Hidden states that are read of a target of so many layers where none are asked for."""
+        return (-1,)
+
     def fitted(self, target: Target) -> Self:
         """These options with everything settled that follows the target unless set. Refusal: what it cannot follow."""
-        return self
+        taps = self.taps if self.taps is not None else self.usual_taps(target.layers)
+        return self.model_copy(update={"taps": taps})
+
+    def settled(self) -> dict[str, Any]:
+        """By name, what a drafter needs and `fitted` fills in."""
+        return {"taps": self.taps}
 
     def check_settled(self) -> None:
         """Raises Refusal where something would still have to follow a target: no drafter can be built of that."""
+        for name, value in self.settled().items():
+            if value is None:
+                raise Refusal(f"method.{name}: null follows a target in training; a trained drafter has a value there")
+
+
+class HeadOptions(Options):
+    """The options of methods with a head for each depth. heads: depths."""
+
+    heads: PositiveInt = 4
+
+    @model_validator(mode="after")
+    def _every_head_trained(self) -> Self:
+        if self.unroll not in (None, self.heads):
+            raise Refusal(f"method.unroll: {self.unroll} leaves heads untrained; nearest: method.heads={self.unroll}")
+        if self.taps is not None and len(self.taps) != 1:
+            raise Refusal(f"method.taps: {list(self.taps)}, but heads read one hidden state; nearest: [-1]")
+        return self
+
+    def depth_limit(self) -> int | None:
+        return self.heads
 
 
 @dataclass(frozen=True)

@@ -17,39 +17,38 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from paceline.models.drafter import Borrowed, Context, Drafter, Options, Shape, method
+from paceline.models.drafter import Borrowed, Context, Drafter, Shape, method
 from paceline.models.errors import Refusal
 from paceline.models.layers import (
     Attention,
     GatedMLP,
+    LayeredOptions,
     LayerOptions,
     RMSNorm,
     Rotary,
+    copy_layer,
+    silence,
     turned_into_offsets,
 )
 from paceline.models.streams import TreeKeys
 from paceline.models.target import Target, rope_frequencies
 
 
-class EagleOptions(Options):
+class EagleOptions(LayeredOptions):
     """join, output: see the module. fc_bias: of `fc`.
 
-    start: first weights: `random`, with the target's `head`, or with a layer of the `target` too. start_layer: which,
-    -1 the last. noise: features are read with uniform noise in (-noise, noise) in training. detach: each depth learns
-    to do with its input, not to shape it.
+    noise: features are read with uniform noise in (-noise, noise) in training. detach: each depth learns to do with its
+    input, not to shape it.
     """
 
-    TRAINING = Options.TRAINING | {"start", "start_layer", "noise", "detach"}
+    TRAINING = LayeredOptions.TRAINING | {"noise", "detach"}
 
     taps: tuple[int, ...] | None = None
     join: Literal["fc", "attention"] = "attention"
     output: Literal["own", "shared"] = "own"
     fc_bias: bool = False
-    start: Literal["random", "head", "target"] = "random"
-    start_layer: int = -1
     noise: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     detach: bool = False
-    layer: LayerOptions = LayerOptions()
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -65,16 +64,8 @@ class EagleOptions(Options):
             )
         return self
 
-    def fitted(self, target: Target) -> Self:
-        form = target.layer_form() | {k: v for k, v in self.layer.model_dump().items() if v is not None}
-        taps = self.taps if self.taps is not None else (-1,) if self.join == "fc" else default_taps(target.layers)
-        return self.model_copy(update={"layer": LayerOptions.model_construct(**form).checked(), "taps": taps})
-
-    def check_settled(self) -> None:
-        parts = {"taps": self.taps} | {f"layer.{name}": value for name, value in self.layer}
-        for name, value in parts.items():
-            if value is None:
-                raise Refusal(f"method.{name}: null follows a target in training; a trained drafter has a value there")
+    def usual_taps(self, layers: int) -> tuple[int, ...]:
+        return (-1,) if self.join == "fc" else default_taps(layers)
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
@@ -189,8 +180,7 @@ class Eagle(Drafter):
         if self.options.start == "target":
             self._copy_layer(target)
         else:
-            nn.init.zeros_(self._layer[0].self_attn.o_proj.weight)
-            nn.init.zeros_(self._layer[0].mlp.down_proj.weight)
+            silence(self._layer[0])
         if self.fc is not None:  # the last part of what it reads is the feature, or the highest tap
             nn.init.zeros_(self.fc.weight)
             self.fc.weight[:, -self.shape.hidden :].copy_(torch.eye(self.shape.hidden))
@@ -207,16 +197,7 @@ class Eagle(Drafter):
         if layer.hidden_norm is not None:
             theirs["hidden_norm.weight"] = theirs["input_layernorm.weight"]
             theirs["input_layernorm.weight"] = target.layer_tensors(0)["input_layernorm.weight"]  # reads embeddings
-        for name, own in layer.named_parameters():
-            weight = theirs[name] if name in theirs else torch.empty(0)
-            if weight.ndim == 2 and own.shape == (len(weight), 2 * weight.shape[1]):  # q, k, v: the embedding's half
-                weight = torch.cat([torch.zeros_like(weight), weight], 1)
-            if own.shape != weight.shape:
-                raise Refusal(
-                    f"method.layer: {name} would be {list(own.shape)}, the target's is {list(weight.shape)}; "
-                    "leave method.layer to the target, or method.start=head"
-                )
-            own.copy_(weight)
+        copy_layer(layer, theirs)
 
     def check_vocabulary(self) -> None:
         ids = self.vocab_map

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.models.drafter import Context
+from paceline.models.drafter import Context, Options
 from paceline.models.errors import Refusal
-from paceline.models.target import rope_frequencies
+from paceline.models.target import Target, rope_frequencies
 
 
 class ResBlock(nn.Module):
@@ -101,6 +101,28 @@ class LayerOptions(BaseModel):
         return self
 
 
+class LayeredOptions(Options):
+    """The options of methods that are made of decoder layers. layer: what these are made of.
+
+    start: first weights: `random`; `head`: the target's final norm and output rows, the layers silent; `target`: one of
+    the target's layers too. start_layer: which, -1 the last.
+    """
+
+    TRAINING = Options.TRAINING | {"start", "start_layer"}
+
+    start: Literal["random", "head", "target"] = "random"
+    start_layer: int = -1
+    layer: LayerOptions = LayerOptions()
+
+    def fitted(self, target: Target) -> Self:
+        form = target.layer_form() | {k: v for k, v in self.layer.model_dump().items() if v is not None}
+        layer = LayerOptions.model_construct(**form).checked()
+        return super().fitted(target).model_copy(update={"layer": layer})
+
+    def settled(self) -> dict[str, Any]:
+        return super().settled() | {f"layer.{name}": value for name, value in self.layer}
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -175,6 +197,48 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """A layer as Llama's: x + attention(norm x), and to that its MLP(norm x). Parameter names are Llama's."""
+
+    def __init__(self, hidden: int, options: LayerOptions):
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden, eps=options.eps)
+        self.self_attn = Attention(hidden, hidden, options)
+        self.post_attention_layernorm = RMSNorm(hidden, eps=options.eps)
+        self.mlp = GatedMLP(hidden, options)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], depth: int, ctx: Context) -> Tensor:
+        """[B, N, H] -> [B, N, H]."""
+        x = x + self.self_attn(self.input_layernorm(x), angles, depth, 0, ctx)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@torch.no_grad()
+def silence(layer: nn.Module) -> None:
+    """Let a layer add nothing to its residual stream at first."""
+    for part in ("self_attn.o_proj", "mlp.down_proj"):
+        for parameter in layer.get_submodule(part).parameters():
+            nn.init.zeros_(parameter)
+
+
+@torch.no_grad()
+def copy_layer(layer: nn.Module, theirs: dict[str, Tensor]) -> None:
+    """Fill a layer with a target's (`Target.layer_tensors`); where q, k and v read an embedding too, it is silent.
+
+    Raises Refusal where a shape differs.
+    """
+    for name, own in layer.named_parameters():
+        weight = theirs[name] if name in theirs else torch.empty(0)
+        if weight.ndim == 2 and own.shape == (len(weight), 2 * weight.shape[1]):  # q, k, v: the embedding's half
+            weight = torch.cat([torch.zeros_like(weight), weight], 1)
+        if own.shape != weight.shape:
+            raise Refusal(
+                f"method.layer: {name} would be {list(own.shape)}, the target's is {list(weight.shape)}; "
+                "leave method.layer to the target, or method.start=head"
+            )
+        own.copy_(weight)
 
 
 def _known(value: int | None) -> int:

@@ -7,33 +7,19 @@ can be read there unchanged.
 
 from typing import Any, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from paceline.models.drafter import Borrowed, Context, Drafter, Options, Shape, method
-from paceline.models.errors import Refusal
+from paceline.models.drafter import Borrowed, Context, Drafter, HeadOptions, Shape, method
 from paceline.models.layers import ResBlock, checked_map
 from paceline.models.target import Target
 
 
-class MedusaOptions(Options):
-    """heads: depths. blocks: residual layers of each. output: its `own` matrix, or the target's `shared` one."""
+class MedusaOptions(HeadOptions):
+    """blocks: residual layers of each head. output: its `own` matrix, or the target's `shared` one."""
 
-    heads: PositiveInt = 4
     blocks: PositiveInt = 1
     output: Literal["own", "shared"] = "own"
-
-    @model_validator(mode="after")
-    def _every_head_trained(self) -> "MedusaOptions":
-        if self.unroll not in (None, self.heads):
-            raise Refusal(f"method.unroll: {self.unroll} leaves heads untrained; nearest: method.heads={self.unroll}")
-        if self.taps is None or len(self.taps) != 1:
-            taps = self.taps and list(self.taps)
-            raise Refusal(f"method.taps: {taps}, but Medusa heads read one hidden state; nearest: [-1]")
-        return self
-
-    def depth_limit(self) -> int | None:
-        return self.heads
 
 
 @method("medusa")

@@ -33,10 +33,11 @@ class ChainKeys:
     """Training: position t of every document is a chain of its own, and all chains take their steps together.
 
     stream: depth -> stream, the drafter's. Costs one causal attention, and one score a row for each depth before.
+    reads_tokens: the drafter's; rows of one that reads none are verified text at every depth.
     """
 
-    def __init__(self, document: Tensor, stream: Callable[[int], int]):
-        self._document, self._stream = document, stream
+    def __init__(self, document: Tensor, stream: Callable[[int], int], reads_tokens: bool = True):
+        self._document, self._stream, self._reads_tokens = document, stream, reads_tokens
         self._begun: dict[tuple[int, int], int] = {}  # (stream, layer) -> its first depth
         self._written: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
 
@@ -58,7 +59,7 @@ class ChainKeys:
         place = torch.arange(self._document.shape[1], device=self._document.device)
         back = place[:, None] - place
         same = self._document[:, :, None] == self._document[:, None, :]
-        return same & ((back >= first) | (back == 0))
+        return same & ((back >= (first if self._reads_tokens else 0)) | (back == 0))
 
 
 def _with_own_chain(queries: Tensor, written: list[tuple[Tensor, Tensor]], visible: Tensor) -> Tensor:
@@ -128,4 +129,50 @@ class TreeKeys:
             self._commit(self._cache)
             self._cache.select(torch.tensor(rows, device=self._cache.length.device))
         self._rows, self._lineage = len(rows), None
+        return self
+
+
+class StreamKeys:
+    """Decoding with several streams: `TreeKeys` for each. Streams begin one after the other, each at its first depth.
+
+    A row that reads tokens becomes verified later the deeper it is: the last row of every depth waits, as the feature'
+    that it hands on, for the token that the depth below reads beside it.
+    """
+
+    def __init__(self, rows: int, room: int, stream: Callable[[int], int]):
+        self._rows, self._room, self._stream = rows, room, stream
+        self._keys: dict[int, TreeKeys] = {}
+        self._waiting: dict[int, tuple[Tensor, Tensor]] = {}  # depth -> feature' [B, 1, F], whether there is one [B]
+
+    def attend(self, ctx: Context, depth: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        stream = self._stream(depth)
+        if stream not in self._keys:
+            self._keys[stream] = TreeKeys(self._rows, self._room)
+        return self._keys[stream].attend(ctx, depth, layer, queries, keys, values)
+
+    def next_depth(self, depth: int, feature: Tensor, tokens: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Context]:
+        """Of verified rows one depth above, with the feature' [B, J, F] they hand on: those that `depth` can now read.
+
+            depth 0   feature f1 f2 f3   tokens x2 x3 x4   positions 1 2 3
+            depth 1   feature f0 f1 f2   tokens x2 x3 x4   positions 1 2 3     f0 waited, f3 waits for x5
+
+        Where nothing waited, before the first such row, they begin with f1, x3 and position 2.
+        """
+        nobody = feature.new_zeros(feature[:, :1].shape), torch.zeros_like(ctx.count, dtype=torch.bool)
+        waiting, there = self._waiting.get(depth, nobody)
+        line = torch.cat([waiting, feature], 1)
+        rows, places = torch.arange(len(line), device=line.device), torch.arange(feature.shape[1], device=line.device)
+        self._waiting[depth] = line[rows, ctx.count][:, None], there | (ctx.count > 0)
+        skipped = (~there).long()
+        place = places + skipped[:, None]
+        feature = line.gather(1, place[..., None].expand(-1, -1, line.shape[-1]))
+        place = place.clamp(max=feature.shape[1] - 1)
+        count = (ctx.count - skipped).clamp(min=0)
+        return feature, tokens.gather(1, place), Context(ctx.positions.gather(1, place), count, self)
+
+    def select(self, rows: list[int]) -> "StreamKeys":
+        """Finished rows leave the batch: only these stay."""
+        self._rows = len(rows)
+        self._keys = {stream: keys.select(rows) for stream, keys in self._keys.items()}
+        self._waiting = {depth: (feature[rows], there[rows]) for depth, (feature, there) in self._waiting.items()}
         return self

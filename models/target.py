@@ -281,7 +281,7 @@ class Target(nn.Module):
 
         Args:
             ids: [B, P] tokens.
-            taps: which hidden states to return: k is the input of layer k, -1 the output of the final norm.
+            taps: which hidden states to return: k is the input of layer k, L of the final norm, -1 the norm's output.
             tree: [B, N, N] bool, (i, j) true where node j is i or an ancestor of i; None for a chain. Needs `cache`.
             cache: keys of the committed tokens; the pass writes behind them. Nothing is committed until `keep`.
             documents: [B, T] int64, for packed rows without a cache: a token sees only its own document.
@@ -501,12 +501,18 @@ class Target(nn.Module):
 
             return read
 
+        def after_all(_, args, out):
+            captured[self.layers] = out if isinstance(out, Tensor) else out[0]
+
         for k in taps:
-            if not -1 <= k < self.layers:
+            if not -1 <= k <= self.layers:
                 raise Refusal(
-                    f"method.taps: this target has layers 0 to {self.layers - 1} (-1: after the final norm), not {k}"
+                    f"method.taps: this target has layers 0 to {self.layers - 1} "
+                    f"({self.layers}: before the final norm, -1: after it), not {k}"
                 )
-            if k >= 0:
+            if k == self.layers:
+                handles.append(self.blocks[-1].register_forward_hook(after_all))
+            elif k >= 0:
                 handles.append(self.blocks[k].register_forward_pre_hook(hook(k), with_kwargs=True))
         try:
             yield captured

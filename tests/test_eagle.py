@@ -4,14 +4,33 @@ The reference runs a document one row at a time, in float64, over rows that it l
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import chains
 import pytest
 import torch
+from chains import (
+    DEPTHS,
+    END,
+    NEW,
+    PROMPTS,
+    TREE,
+    Lesson,
+    Logits,
+    Scripted,
+    apart,
+    assert_a_prefill,
+    assert_trained_so,
+    learnt,
+    packed,
+    remembering,
+    served,
+    states_of,
+    texts,
+)
 from fakes import FAMILIES, VOCAB, slow_greedy, target_of
 from runs import checkpoint_of_target, config, digest
 from safetensors.torch import load_file, save_file
@@ -20,17 +39,15 @@ from torch.nn import functional as F
 
 from paceline.data.batch import Batch
 from paceline.data.conversations import load_tokenizer, stop_ids
-from paceline.decode import Decoder, DraftTree, DynamicShape, Sampler, StaticShape, chain, grow
-from paceline.decode.verify import Verdict
+from paceline.decode import Decoder, DynamicShape, Sampler, StaticShape, chain, grow
 from paceline.models.drafter import Context, Drafter, Options, Shape, build
 from paceline.models.eagle import Eagle, EagleOptions, default_taps
 from paceline.models.errors import Refusal
 from paceline.models.export import load_export, save_export
-from paceline.models.streams import TreeKeys
 from paceline.models.target import DTYPES, Target
 from paceline.train import loop
 from paceline.train.loop import fit
-from paceline.train.step import BEYOND, TrainStep, ranks, unrolled
+from paceline.train.step import TrainStep, ranks, unrolled
 
 FEATURES = {"smooth_l1": 1.0, "kl": 0.1}
 METHODS: dict[str, dict[str, Any]] = {
@@ -38,7 +55,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "hass": {"join": "fc", "output": "shared", "detach": True, "objective": FEATURES, "unroll": 3},
     "eagle3": {"join": "attention", "output": "own", "unroll": 4},
 }
-DEPTHS = 4
 any_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -57,44 +73,7 @@ def eagle(target: Target, method: str, vocab_map: Tensor | None = None, spread: 
     return drafter
 
 
-def texts(lengths: Iterable[int], seed: int = 0) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(VOCAB, (length,), generator=draw).tolist() for length in lengths]
-
-
-def states_of(target: Target, drafter: Eagle, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What a training step is handed."""
-    return target(batch.ids, drafter.taps, documents=batch.document, positions=batch.positions)
-
-
 # ---------------------------------------------------------------- what is trained is what is served
-
-
-def packed() -> tuple[Batch, dict[tuple[int, int], list[int]]]:
-    """Two documents and padding in one row, one that fills the other; the documents by (row, first place)."""
-    first, second, third = texts([6, 5, 13])
-    rows = torch.tensor([[*first, *second, 0, 0], third])
-    document = torch.tensor([[0] * 6 + [1] * 5 + [-1] * 2, [2] * 13])
-    positions = torch.tensor([[*range(6), *range(5), 0, 0], [*range(13)]])
-    return Batch(rows, positions, document, document >= 0), {(0, 0): first, (0, 6): second, (1, 0): third}
-
-
-Logits = dict[tuple[int, int], Tensor]  # by (position, depth)
-
-
-@torch.no_grad()
-def served(target: Target, drafter: Eagle, words: list[int], hidden: Tensor) -> Logits:
-    """One row at a time, as in decoding: a verified row, then its own chain of true tokens."""
-    memory, out = drafter.memory(1, len(words) + DEPTHS), {}
-    one = torch.ones(1, dtype=torch.long)
-    for t in range(len(words) - 1):
-        feature, parents = drafter.read(hidden[None, t : t + 1]), None
-        for k in range(min(DEPTHS, len(words) - 1 - t)):
-            ctx = Context(torch.tensor([[t + k]]), one, memory, parents)
-            feature, state = drafter.step(feature, torch.tensor([[words[t + 1 + k]]]), k, ctx)
-            out[t, k] = drafter.head(state, k)[0, 0]
-            parents = torch.zeros(1, 1, dtype=torch.long)
-    return out
 
 
 def all_of_it(t: int, k: int) -> tuple[list[int], list[int]]:
@@ -171,11 +150,6 @@ def by_hand(
     return logits
 
 
-def apart(ours: Logits, theirs: Logits) -> float:
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[key].double() - theirs[key].double()).abs().max()) for key in ours)
-
-
 @any_method
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])  # shared key heads; normed q and k; biases
 @torch.no_grad()
@@ -197,7 +171,7 @@ def test_a_training_pass_is_one_row_at_a_time_as_decoding_runs_it(family: str, m
         }
         exact = by_hand(target, drafter, words, here)
         assert apart(trained, exact) < 1e-4
-        assert apart(served(target, drafter, words, here), exact) < 1e-4
+        assert apart(served(drafter, words, here), exact) < 1e-4
         # these faults would be seen
         faults: list[dict[str, Any]] = [
             {"seen": lambda t, k: (list(range(t + (k == 0))) or [t], list(range(1, k + 1)))},  # not its own first row
@@ -211,64 +185,6 @@ def test_a_training_pass_is_one_row_at_a_time_as_decoding_runs_it(family: str, m
 
 
 # ---------------------------------------------------------------- the keys of a tree
-
-
-TREE = StaticShape(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 1, 0)))
-END = VOCAB - 1
-
-
-class Scripted:
-    """A verifier that accepts as many drafts of each row as it is told, down the last branch that is so deep.
-
-    The bonus is of no consequence, but in round `ends` row 1 gets END.
-    """
-
-    def __init__(self, script: Sequence[Sequence[int]], ends: int = 0):
-        self.script, self.ends, self.rounds = script, ends, 0
-
-    def __call__(self, tree: DraftTree, logits: Tensor, sampler: Sampler, places: Any) -> Verdict:
-        paths = []
-        for row, accepted in enumerate(self.script[self.rounds]):
-            node = int((tree.depth[row] == accepted).nonzero().max())
-            path = [node]
-            while path[0]:
-                path.insert(0, int(tree.parents[row, path[0]]))
-            paths.append(path)
-        self.rounds += 1
-        bonus = [(7 * self.rounds + 3 * row + 1) % END for row in range(len(paths))]
-        if self.rounds == self.ends:
-            bonus[1] = END
-        return Verdict(paths, bonus)
-
-
-def remembering(drafter: Eagle, monkeypatch: pytest.MonkeyPatch) -> list[TreeKeys]:
-    """The memories that the drafter hands out from now on."""
-    made: list[TreeKeys] = []
-    memory = drafter.memory
-
-    def remembered(rows: int, room: int) -> TreeKeys:
-        made.append(memory(rows, room))
-        return made[-1]
-
-    monkeypatch.setattr(drafter, "memory", remembered)
-    return made
-
-
-@torch.no_grad()
-def assert_a_prefill(memory: TreeKeys, target: Target, drafter: Eagle, rows: list[list[int]]) -> None:
-    """Row by row, what is kept is what the verified text alone leaves: a key for each token that has a successor."""
-    memory.select(list(range(len(rows))))
-    kept = memory._cache
-    assert kept is not None and kept.length.tolist() == [len(row) - 1 for row in rows]
-    for index, row in enumerate(rows):
-        ids = torch.tensor([row])
-        fresh, count = TreeKeys(1, len(row) + 1), torch.tensor([len(row) - 1])
-        ctx = Context(torch.arange(len(row) - 1)[None], count, fresh)
-        drafter.step(drafter.read(target(ids, drafter.taps)[0][:, :-1]), ids[:, 1:], 0, ctx)
-        assert fresh._cache is not None
-        for ours, theirs in ((kept.keys[0], fresh._cache.keys[0]), (kept.values[0], fresh._cache.values[0])):
-            difference = ours[index, :, : len(row) - 1] - theirs[0, :, : len(row) - 1]
-            assert difference.abs().max() < 1e-5
 
 
 @any_method
@@ -285,7 +201,7 @@ def test_what_is_kept_after_every_round_is_a_prefill_of_the_verified_text(
         for _ in prompts:
             next(stream)
         if number:  # a round reads what was verified before it; the prompts' pass is none
-            assert_a_prefill(made[0], target, drafter, before)
+            assert_a_prefill(made[0], target, drafter, before, 3)
     assert [report.num_accepted_tokens for report in stream.generation.reports] == [6, 6] and len(made) == 1
 
 
@@ -300,7 +216,7 @@ def test_a_row_that_leaves_takes_nothing_along(method: str, monkeypatch: pytest.
         before = [prompts[row] + stream.generation.tokens[row] for row in rows]
         assert [next(stream).row for _ in rows] == rows
         if number:
-            assert_a_prefill(made[0], target, drafter, before)
+            assert_a_prefill(made[0], target, drafter, before, 3)
     assert stream.generation.tokens[1][-1] == END
 
 
@@ -370,85 +286,20 @@ def test_every_node_of_a_tree_is_what_training_makes_of_its_path(
     ids = torch.tensor([row + [0] * (7 - len(row)) for row in rows])
     ctx = Context(torch.arange(6).expand(2, -1), count, drafter.memory(2, 6 + 1 + shape.unfolded))
     tree = grow(drafter, shape, drafter.read(target(ids, drafter.taps)[0][:, :-1]), ids[:, 1:], ctx)
-    for row, text in enumerate(rows):
-        for node in range(1, int(tree.size[row])):
-            path = tree.tokens[row, tree.ancestors[row, node]][1:].tolist()
-            words = torch.tensor([text + path])
-            places, document = torch.arange(words.shape[1])[None], torch.zeros_like(words)
-            batch = Batch(words, places, document, document >= 0)
-            states = unrolled(drafter, batch, states_of(target, drafter, batch)[0], len(path))
-            joint = sum(
-                float(drafter.head(states[k][0, len(text) - 2], k).log_softmax(-1)[token])
-                for k, token in enumerate(path)
-            )
-            assert abs(float(tree.logp[row, node]) - joint) < 1e-4, (row, node)
+    assert_trained_so(drafter, target, tree, rows)
 
 
 # ---------------------------------------------------------------- the output is the target's, and training foretells it
 
 
-NEW = 31  # a text of 40 tokens: the one the target chose at the prompt's end, and six rounds of four drafts and a bonus
-PROMPTS = texts([9, 3, 17], seed=4)
-SHAPES: dict[str, StaticShape | DynamicShape] = {
-    "chain": chain(4),
-    "static": TREE,
-    "dynamic": DynamicShape(12, 4, 3),
-    "chain of 6": chain(6),
-    "dynamic of 6": DynamicShape(14, 6, 3),
-}
+SHAPES = chains.SHAPES | {"chain of 6": chain(6), "dynamic of 6": DynamicShape(14, 6, 3)}
 EVEN = torch.arange(0, VOCAB, 2)
-
-
-@dataclass
-class Lesson:
-    """A drafter that learns what the target says to PROMPTS[0] by heart.
-
-    stages: its weights on the way, and at the end.
-    """
-
-    target: Target
-    drafter: Eagle
-    batch: Batch
-    answer: list[int]
-    stages: list[dict[str, Tensor]]
-
-    def at(self, stage: int) -> Eagle:
-        self.drafter.load_state_dict(self.stages[stage])
-        return self.drafter.eval()
-
-    def ranks(self, depths: int) -> Tensor:
-        return ranks(self.drafter, self.batch, states_of(self.target, self.drafter, self.batch)[0], depths, chunk=7)
 
 
 @cache
 def lesson(method: str, drafted: bool) -> Lesson:
-    target, vocab_map = target_of("llama"), EVEN if drafted else None
-    answer = slow_greedy(target, PROMPTS[0], NEW)
-    assert len(set(answer)) > NEW // 3, "a text that repeats itself shows nothing"
-    ids = torch.tensor([PROMPTS[0] + answer])
-    places = torch.arange(ids.shape[1])[None]
-    batch = Batch(ids, places, torch.zeros_like(ids), places >= len(PROMPTS[0]))
-    drafter = eagle(target, method, vocab_map)
-    hidden, last = states_of(target, drafter, batch)
-    known = Lesson(target, drafter, batch, answer, [])
-    step = TrainStep(drafter)
-    optimizer = torch.optim.AdamW(drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    counts = step.counts(batch).learnt
-    for number in range(400):
-        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - number / 400)
-        if number in (0, 30, 60):
-            known.stages.append({name: tensor.clone() for name, tensor in drafter.state_dict().items()})
-        (step(batch, hidden, last, target.head.rows(vocab_map)).loss / counts).sum().backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if number > 60 and number % 10 == 0:
-            found = known.ranks(4)
-            there = found < (BEYOND if vocab_map is None else len(vocab_map))  # not what cannot be drafted
-            if ((found == 0).sum(0) >= 0.99 * there.sum(0)).all():
-                break
-    known.stages.append(drafter.state_dict())
-    return known
+    target = target_of("llama")
+    return learnt(target, eagle(target, method, EVEN if drafted else None))
 
 
 @any_method

@@ -146,12 +146,12 @@ class Counting(nn.Module):
 def test_taps_mean_what_is_documented(layers: int) -> None:
     target = Target(Counting(layers))
     wanted = sorted({0, layers // 2, layers - 1})
-    hidden, last = target(torch.tensor([[4]]), taps=(*wanted, -1))
-    # the input of layer k has passed k blocks; -1 has passed all of them and the final norm
-    assert hidden[0, 0, ::2].tolist() == [*(40.0 + k for k in wanted), -(40.0 + layers)]
+    hidden, last = target(torch.tensor([[4]]), taps=(*wanted, layers, -1))
+    # the input of layer k has passed k blocks; that of the final norm all of them, and its output, -1, the norm too
+    assert hidden[0, 0, ::2].tolist() == [*(40.0 + k for k in (*wanted, layers)), -(40.0 + layers)]
     assert last[0, 0, 0] == -(40.0 + layers)
-    with pytest.raises(Refusal, match=rf"method.taps: .* layers 0 to {layers - 1} .* not {layers}"):
-        target(torch.tensor([[4]]), taps=(layers,))
+    with pytest.raises(Refusal, match=rf"method.taps: .* layers 0 to {layers - 1} .* not {layers + 1}"):
+        target(torch.tensor([[4]]), taps=(layers + 1,))
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class TrainStep(nn.Module):
 def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int) -> list[Tensor]:
     """The states [B, T, H] of depths 0..K-1, every position a chain of its own fed with the true text."""
     everything = torch.full_like(batch.ids[:, 0], batch.ids.shape[1])
-    keys = ChainKeys(batch.document, drafter.stream)
+    keys = ChainKeys(batch.document, drafter.stream, drafter.reads_tokens)
     feature = drafter.read(hidden)
     states = []
     for k in range(depths):

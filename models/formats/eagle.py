@@ -154,5 +154,4 @@ def _taps(config: dict[str, Any], target: Target) -> tuple[int, ...]:
     if ids is None:
         nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         ids = None if nested is None else [k + 1 for k in nested]
-    # after all layers is before the final norm, which no tap of ours is
     return default_taps(target.layers) if ids is None else tuple(ids)

@@ -1,0 +1,318 @@
+"""MTP: training sees what decoding sees in every stream, what waits is read in time, the output is the target's."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chains import (
+    END,
+    NEW,
+    PROMPTS,
+    SHAPES,
+    TREE,
+    Lesson,
+    Scripted,
+    apart,
+    assert_a_prefill,
+    assert_trained_so,
+    learnt,
+    listed,
+    packed,
+    remembering,
+    served,
+    states_of,
+    texts,
+    trained,
+)
+from fakes import FAMILIES, slow_greedy, target_of
+from runs import ROOT, checkpoint_of_target, digest, options
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.decode import Decoder, DynamicShape, Sampler, StaticShape, chain
+from paceline.models.drafter import Drafter, Shape, build
+from paceline.models.drafter import options as options_of
+from paceline.models.export import load_export, save_export
+from paceline.models.target import DTYPES, Target
+from paceline.train.step import TrainStep, unrolled
+
+Rows = list[tuple[int, int]]  # (position, depth)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A method with options, and which rows the row (t, k) looks at by design: the formula, not the code."""
+
+    name: str
+    options: dict[str, Any]
+    seen: Callable[[int, int], Rows]
+
+
+KINDS = {
+    "mtp": Kind("mtp", {"heads": 4}, lambda t, k: [(i, k) for i in range(t + 1)]),
+}
+any_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def drafter_of(kind: str, target: Target, vocab_map: Tensor | None = None, spread: float = 0.0, **more: Any) -> Drafter:
+    """A drafter with noise of this size on every weight, so that none is 0 or 1."""
+    draft_vocab = None if vocab_map is None else len(vocab_map)
+    made = {"name": KINDS[kind].name, "draft_vocab": draft_vocab, "start": "head"} | KINDS[kind].options | more
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drafter = build(options_of(KINDS[kind].name)(**made).fitted(target), Shape.of(target), vocab_map)
+        drafter.start(target)
+        drafter.borrow(target)
+        for parameter in drafter.parameters():
+            parameter.data += spread * torch.randn_like(parameter)
+    return drafter
+
+
+# ---------------------------------------------------------------- what is trained is what is served
+
+
+@any_kind
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])  # shared key heads; normed q and k; biases
+def test_a_training_pass_is_one_row_at_a_time_as_decoding_runs_it(family: str, kind: str) -> None:
+    target = target_of(family)
+    drafter = drafter_of(kind, target, spread=0.15).eval()
+    batch, documents = packed()
+    hidden, _ = states_of(target, drafter, batch)
+    seen = KINDS[kind].seen
+    for (line, start), ours in trained(drafter, batch, hidden, documents).items():
+        words = documents[line, start]
+        here = hidden[line, start : start + len(words)]
+        assert (0, 0) in ours and (len(words) - 2, 0) in ours
+        assert apart(ours, listed(drafter, words, here, seen)) < 1e-4
+        assert apart(ours, served(drafter, words, here)) < 1e-4
+        if family != "llama" or line:
+            continue
+        # these faults would be seen
+        for fault in (
+            lambda t, k: [row for row in seen(t, k) if row[0] > 0] or seen(t, k),  # not the first
+            lambda t, k: [row for row in seen(t, k) if row != (t, k)] or seen(t, k),  # not itself
+            lambda t, k: [*seen(t, k), (t - k, k)] if 0 < k <= t else seen(t, k),  # one of them twice
+        ):
+            assert apart(listed(drafter, words, here, fault), ours) > 1e-3
+
+
+@any_kind
+@pytest.mark.parametrize("shape", [chain(4), TREE, DynamicShape(22, 4, 3)], ids=["chain", "static", "dynamic"])
+def test_every_node_of_every_round_is_what_training_makes_of_its_path(
+    shape: StaticShape | DynamicShape, kind: str
+) -> None:
+    target, prompts = target_of("llama"), texts([9, 1, 4])  # a single token has no row but in the first stream
+    drafter = drafter_of(kind, target, spread=0.1).eval()
+    verifier = Scripted([[0, 1, 0], [3, 0, 2], [1, 2, 1], [2, 0, 3], [0, 0, 0], [0, 3, 1]])
+    stream = Decoder(target, drafter, shape, verifier).stream(prompts, 40)
+    for number in range(7):
+        before = [prompt + said for prompt, said in zip(prompts, stream.generation.tokens, strict=True)]
+        for _ in prompts:
+            next(stream)
+        if number:
+            assert_trained_so(drafter, target, verifier.trees[-1], before)
+
+
+@any_kind
+@pytest.mark.parametrize("shape", [TREE, DynamicShape(22, 4, 3)], ids=["static", "dynamic"])
+def test_what_is_kept_after_every_round_is_a_prefill_of_the_verified_text(
+    shape: StaticShape | DynamicShape, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a row that leaves takes nothing along."""
+    target, prompts = Target(target_of("llama").model, vocab=END), texts([5, 1, 8])  # nobody else says END
+    drafter = drafter_of(kind, target, spread=0.1).eval()
+    made = remembering(drafter, monkeypatch)
+    verifier = Scripted([[0, 1, 2], [3, 2, 0], [1, 0], [0, 3], [0, 0], [2, 1]], ends=2)
+    stream = Decoder(target, drafter, shape, verifier).stream(prompts, 40, eos=[END])
+    for number, rows in enumerate(([0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 2], [0, 2], [0, 2])):
+        before = [prompts[row] + stream.generation.tokens[row] for row in rows]
+        assert [next(stream).row for _ in rows] == rows
+        if number:  # a round reads what was verified before it; the prompts' pass is none
+            assert_a_prefill(made[0], target, drafter, before, shape.depth)
+    assert stream.generation.tokens[1][-1] == END and len(made) == 1
+
+
+# ---------------------------------------------------------------- the output is the target's, and training foretells it
+
+
+@cache
+def lesson(kind: str) -> Lesson:
+    target = target_of("llama")
+    return learnt(target, drafter_of(kind, target))
+
+
+@any_kind
+def test_a_text_learnt_by_heart_is_accepted_when_it_is_decoded(kind: str) -> None:
+    known = lesson(kind)
+    generation = Decoder(known.target, known.at(-1), chain(4)).generate(PROMPTS[:1], NEW)
+    assert generation.tokens == [known.answer]
+    accepted = generation.report.num_accepted_tokens / generation.report.num_drafts
+    assert accepted >= 3.8, f"{accepted:.2f} of 4 accepted"
+
+
+@any_kind
+def test_ranks_foretell_what_every_round_of_a_greedy_chain_accepts(kind: str) -> None:
+    known, played = lesson(kind), set()
+    for stage in range(4):
+        drafter = known.at(stage)
+        foretold = (known.ranks(4) == 0).long().cumprod(1).sum(1).tolist()
+        said: list[int] = []
+        for emitted in Decoder(known.target, drafter, chain(4)).stream(PROMPTS[:1], NEW):
+            if said:
+                worth = NEW - len(said) - 1  # drafts in a row before the limit: the last token is a bonus
+                assert emitted.drafted == min(foretold[len(said) - 1], worth)
+                played.add(emitted.drafted)
+            said += emitted.tokens
+        assert said == known.answer
+    assert len(played) >= 3 and {0, 4} <= played, played
+
+
+@cache
+def plain(temperature: float) -> list[list[int]]:
+    """What the target says alone: greedily as the slow oracle has it."""
+    target = target_of("llama")
+    if temperature:
+        return Decoder(target).generate(PROMPTS, NEW, sampler=Sampler(temperature, seed=3)).tokens
+    return [slow_greedy(target, prompt, NEW) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@any_kind
+def test_the_output_is_the_targets(kind: str, shape: StaticShape | DynamicShape, temperature: float) -> None:
+    known, wanted, sampler = lesson(kind), plain(temperature), Sampler(temperature, seed=3)
+    decoder = Decoder(known.target, known.at(2), shape)
+    together = decoder.generate(PROMPTS, NEW, sampler=sampler)
+    assert together.tokens == wanted
+    alone = [decoder.generate([prompt], NEW, sampler=sampler, rows=[row]) for row, prompt in enumerate(PROMPTS)]
+    assert [generation.tokens[0] for generation in alone] == wanted
+    assert [generation.reports[0] for generation in alone] == together.reports, "nor does a neighbour change a draft"
+    accepted = together.report.num_accepted_tokens_per_pos
+    assert sum(accepted) > 0 and (temperature or len(accepted) > 1), "the toy must accept drafts"
+
+
+@any_kind
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_family_can_be_drafted_for_from_random_weights(family: str, kind: str) -> None:
+    target = target_of(family)
+    drafter, (batch, _) = drafter_of(kind, target, start="random"), packed()
+    TrainStep(drafter)(batch, *states_of(target, drafter, batch), target.head).loss.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in drafter.parameters())
+    prompts = texts([6, 3])
+    generation = Decoder(target, drafter.eval(), TREE).generate(prompts, 6)
+    assert generation.tokens == [slow_greedy(target, prompt, 6) for prompt in prompts]
+
+
+# ---------------------------------------------------------------- where a drafter begins
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "granite", "phi3"])
+@torch.no_grad()
+def test_fresh_layers_say_what_the_target_says(family: str) -> None:
+    target, (batch, _) = target_of(family), packed()
+    real = batch.document >= 0
+    layers = target.layers
+    for start, tap in (("head", layers), ("target", layers - 1)):
+        if start == "target" and family == "granite":
+            continue  # its multipliers are no part of a layer here
+        drafter = drafter_of("mtp", target, start=start, taps=None if tap == layers else (tap,))
+        assert drafter.taps == (tap,)
+        hidden, last = states_of(target, drafter, batch)
+        for k, state in enumerate(unrolled(drafter, batch, hidden, 4)):
+            torch.testing.assert_close(drafter.head(state, k)[real], target.head(last)[real], atol=1e-4, rtol=1e-4)
+
+
+@any_kind
+def test_training_leaves_the_targets_bytes_alone(kind: str) -> None:
+    target, (batch, _) = target_of("llama", tie_word_embeddings=True), packed()
+    before, drafter = digest(target), drafter_of(kind, target)
+    mine = {parameter.data_ptr() for parameter in drafter.parameters()}
+    assert not mine & {parameter.data_ptr() for parameter in target.parameters()}
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
+    for _ in range(3):
+        TrainStep(drafter)(batch, *states_of(target, drafter, batch), target.head).loss.sum().backward()
+        assert all(parameter.grad is not None for parameter in drafter.parameters())
+        optimizer.step()
+    assert digest(target) == before
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters())
+
+
+# ---------------------------------------------------------------- exports and runs
+
+EVEN = torch.arange(0, 64, 2)
+
+
+@any_kind
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@torch.no_grad()
+def test_an_export_says_what_the_trained_drafter_said(kind: str, dtype: str, tmp_path: Path) -> None:
+    target, (batch, _) = target_of("qwen3"), packed()
+    drafter = drafter_of(kind, target, EVEN, spread=0.1).eval()
+    about = {"name": "hf", "fingerprint": target.fingerprint}
+    again, said = load_export(save_export(drafter, tmp_path / "export", dtype, about), target)
+    ours = drafter.to(DTYPES[dtype])
+    ours.borrow(target)
+    hidden, _ = states_of(target, ours, batch)
+    for k, (state, theirs) in enumerate(zip(*(unrolled(d, batch, hidden, 4) for d in (ours, again)), strict=True)):
+        assert state.equal(theirs) and ours.head(state, k).equal(again.head(theirs, k))
+    trained_ones = {name for name, _ in ours.named_parameters()} | {"token_map"}
+    assert load_file(tmp_path / "export" / "model.safetensors").keys() == trained_ones
+    assert said["taps"] == list(ours.taps) and said["method"]["layer"] == ours.options.layer.model_dump()
+
+
+RELOADED = """
+import sys, torch
+from paceline.models.export import load_export
+from paceline.models.target import Target
+from paceline.data.batch import Batch
+from paceline.train.step import unrolled
+target = Target.load(sys.argv[1], "float32", vocab=259)
+drafter, _ = load_export(sys.argv[2], target)
+ids = torch.arange(20)[None]
+batch = Batch(ids, ids, torch.zeros_like(ids), ids >= 0)
+with torch.no_grad():
+    hidden, _ = target(ids, drafter.taps)
+    states = unrolled(drafter, batch, hidden, drafter.unroll)
+    torch.save([drafter.head(state, k) for k, state in enumerate(states)], sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint_of_target(tmp_path_factory.mktemp("target"))
+
+
+RUNS = {"mtp": ("mtp", ["method=mtp", "method.heads=2"])}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_that_was_launched_leaves_an_export_that_another_process_reads(
+    run: str, target_folder: Path, tmp_path: Path
+) -> None:
+    program, more = RUNS[run]
+    words = options(tmp_path, target_folder, *more, "method.draft_vocab=16", "decode.width=4", "data.features=memory")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    done = subprocess.run(
+        [*launcher, str(ROOT / "train" / f"{program}.py"), *words], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    export = tmp_path / "run" / "export"
+    said = []
+    for number in range(2):
+        file = tmp_path / f"{number}.pt"
+        subprocess.run([sys.executable, "-c", RELOADED, target_folder, export, file], check=True, cwd=tmp_path)
+        said.append(torch.load(file, weights_only=True))
+    target = Target.load(str(target_folder), "float32", vocab=259)
+    drafter, _ = load_export(export, target)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        hidden = target(ids, drafter.taps)[0]
+    assert drafter.options.name == more[0].removeprefix("method=") and hidden.isfinite().all()
+    assert len(said[0]) == drafter.unroll and all(a.equal(b) and a.isfinite().all() for a, b in zip(*said, strict=True))
