@@ -24,7 +24,7 @@ from paceline.models.errors import Refusal
 from paceline.models.target import Head, Target
 
 # What a drafter may be trained to minimise; train/objective.py computes each.
-LOSS_TERMS = {"kl", "ce", "smooth_l1"}
+LOSS_TERMS = {"kl", "reverse_kl", "tv", "lk", "ce", "smooth_l1"}
 
 
 class Options(BaseModel):

@@ -14,6 +14,11 @@ def by_hand(name: str, logits: Tensor, labels: Tensor, teacher: Taught) -> Tenso
     if name == "ce":
         return -draft.gather(1, labels[:, None])[:, 0].log()
     target = teacher.p.double()
+    if name == "reverse_kl":
+        return (draft * (draft / target).log()).sum(-1)
+    overlap = torch.minimum(target, draft).sum(-1)
+    if name in ("tv", "lk"):
+        return 1 - overlap if name == "tv" else -overlap.log()
     return (target * (target / draft).log()).sum(-1)
 
 
@@ -49,6 +54,26 @@ def test_a_mix_is_the_weighted_sum_and_asks_a_teacher_only_where_it_is_used() ->
     torch.testing.assert_close(mixed({"ce": 0.3, "kl": 0.7}, draft, labels, teacher, draft, draft), 0.3 * ce + 0.7 * kl)
     for name in TERMS.keys() - NEEDS_TEACHER:
         mixed({name: 1.0}, draft, labels, None, draft, draft)
+
+
+@pytest.mark.parametrize("name", TERMS.keys() - {"ce"})
+def test_a_term_of_the_target_is_least_and_flat_where_the_draft_is_the_target(name: str) -> None:
+    logits, labels, teacher = drafted(8, 64, apart=0.0)
+    same = logits.float().requires_grad_()
+    TERMS[name](same, labels, teacher).sum().backward()
+    assert TERMS[name](same, labels, teacher).abs().max() < 1e-6
+    assert same.grad is not None and same.grad.abs().max() < 1e-6
+    assert bool((TERMS[name](logits.roll(1, 1), labels, teacher) > 0.01).all())
+
+
+def test_an_unlikely_draft_still_learns_from_lk_and_no_term_is_infinite() -> None:
+    teacher = Taught.of(torch.tensor([[200.0, 0.0, 0.0]]))
+    for name in TERMS:
+        far = torch.tensor([[0.0, 200.0, 0.0]], requires_grad=True)
+        loss = TERMS[name](far, torch.tensor([0]), teacher)
+        loss.sum().backward()
+        assert far.grad is not None and far.grad.isfinite().all() and loss.isfinite().all()
+        assert (far.grad.abs().max() > 0.1) == (name in ("ce", "kl", "lk")), "the others do not see what q lacks"
 
 
 def test_every_term_that_can_be_asked_for_is_there() -> None:
