@@ -58,7 +58,7 @@ class Mtp(Drafter):
         return depth
 
     def memory(self, rows: int, room: int) -> StreamKeys:
-        return StreamKeys(rows, room, self.stream)
+        return StreamKeys(rows, room, self.stream, self.reads_tokens)
 
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
         angles = self.rotary(ctx.positions, feature.dtype)

@@ -81,11 +81,12 @@ class TreeKeys:
     """Decoding: the verified rows of B texts, and behind them the nodes that this round has unfolded.
 
     A call without parents brings newly verified rows: they stay, and the nodes drafted before are forgotten.
-    room: slots of the longest row, verified and drafted. One stream.
+    room: slots of the longest row, verified and drafted. One stream; lag: the depth at which it begins, if tokens are
+    read: what a verified row sees is what it saw as a draft, itself and those at least so many places before.
     """
 
-    def __init__(self, rows: int, room: int):
-        self._rows, self._room = rows, room
+    def __init__(self, rows: int, room: int, lag: int = 0):
+        self._rows, self._room, self._lag = rows, room, lag
         self._cache: Cache | None = None
         self._fresh: Tensor | None = None  # [B] verified rows that every layer has not written yet
         self._lineage: Tensor | None = (
@@ -116,7 +117,12 @@ class TreeKeys:
                 self._lineage = self._lineage.gather(1, parents[..., None].expand(-1, -1, self._lineage.shape[2]))
             cache.place(nodes, behind=self._lineage.shape[2])
             self._lineage = related = torch.cat([self._lineage, own], 2)
-        self._visible = cache.visible(related)[:, None]
+        visible = cache.visible(related)
+        if parents is None and self._lag > 1:
+            place = torch.arange(visible.shape[2], device=count.device)
+            back = cache.length[:, None, None] + place[:nodes, None] - place
+            visible = visible & ((back >= self._lag) | (back == 0))
+        self._visible = visible[:, None]
 
     def _commit(self, cache: Cache) -> None:
         if self._fresh is not None:
@@ -136,18 +142,18 @@ class StreamKeys:
     """Decoding with several streams: `TreeKeys` for each. Streams begin one after the other, each at its first depth.
 
     A row that reads tokens becomes verified later the deeper it is: the last row of every depth waits, as the feature'
-    that it hands on, for the token that the depth below reads beside it.
+    that it hands on, for the token that the depth below reads beside it. stream, reads_tokens: the drafter's.
     """
 
-    def __init__(self, rows: int, room: int, stream: Callable[[int], int]):
-        self._rows, self._room, self._stream = rows, room, stream
+    def __init__(self, rows: int, room: int, stream: Callable[[int], int], reads_tokens: bool = True):
+        self._rows, self._room, self._stream, self._reads_tokens = rows, room, stream, reads_tokens
         self._keys: dict[int, TreeKeys] = {}
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}  # depth -> feature' [B, 1, F], whether there is one [B]
 
     def attend(self, ctx: Context, depth: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         stream = self._stream(depth)
         if stream not in self._keys:
-            self._keys[stream] = TreeKeys(self._rows, self._room)
+            self._keys[stream] = TreeKeys(self._rows, self._room, depth if self._reads_tokens else 0)
         return self._keys[stream].attend(ctx, depth, layer, queries, keys, values)
 
     def next_depth(self, depth: int, feature: Tensor, tokens: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Context]:

@@ -106,11 +106,9 @@ class Listed:
         self.rows[self.at, depth, layer] = keys[0, :, 0], values[0, :, 0]  # [S, D]
         there = [self.rows[t, k, layer] for t, k in self.seen(self.at, depth)]
         share = queries.shape[1] // keys.shape[1]
-        out = []
-        for head, query in enumerate(queries[0, :, 0]):
-            weights = torch.stack([query @ k[head // share] * query.shape[-1] ** -0.5 for k, _ in there]).softmax(0)
-            out.append(sum(w * v[head // share] for w, (_, v) in zip(weights, there, strict=True)))
-        return torch.stack(out)[None, :, None]
+        k, v = (torch.stack(part, 1).repeat_interleave(share, 0) for part in zip(*there, strict=True))  # [Q, rows, D]
+        weights = (k @ queries[0, :, 0, :, None] * k.shape[-1] ** -0.5).softmax(1)
+        return (weights * v).sum(1)[None, :, None]
 
 
 @torch.no_grad()
