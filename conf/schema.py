@@ -165,12 +165,43 @@ class Decode(Section):
     depth: Positive | None
     nodes: Positive
     width: Positive
+    drafts: Literal["likeliest", "sampled"]
     verify: Literal["walk", "reject", "typical"]
     temperature: Weight
     top_k: Count
     top_p: TopP
     seed: Seed
     exact: bool
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_each_other(cls, given: Any) -> Any:
+        """Of drafts and verify, what is null follows the other: `reject` makes most of drafts that were drawn."""
+        if not isinstance(given, dict):
+            return given
+        given = dict(given)
+        hot = isinstance(given.get("temperature"), (int, float)) and given["temperature"] > 0
+        drawn = given.get("verify") == "reject" and hot and given.get("tree") != "dynamic"
+        if "drafts" in given and given["drafts"] is None:
+            given["drafts"] = "sampled" if drawn else "likeliest"
+        if "verify" in given and given["verify"] is None:
+            given["verify"] = "reject" if given.get("drafts") == "sampled" else "walk"
+        return given
+
+    @model_validator(mode="after")
+    def _drawable(self) -> "Decode":
+        if self.drafts == "likeliest":
+            return self
+        if self.temperature == 0:
+            raise Refusal("decode.drafts: sampled needs decode.temperature above 0; nearest: decode.drafts=likeliest")
+        if self.tree == "dynamic":
+            raise Refusal(
+                "decode.drafts: sampled is not available with decode.tree=dynamic, which keeps nodes by what was "
+                "drawn: that is another distribution; nearest: decode.tree=static"
+            )
+        if self.verify != "reject":
+            raise Refusal(f"decode.verify: {self.verify} is not for decode.drafts=sampled; nearest: reject")
+        return self
 
 
 def exact_in(dtype: str, decode: Decode) -> None:

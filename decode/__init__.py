@@ -2,8 +2,9 @@
 
 from paceline.decode.decoder import Decoder, Emitted, Generation, Stream
 from paceline.decode.report import DEFINITIONS, AcceptanceReport
+from paceline.decode.sampler import Sampler
 from paceline.decode.tree import DraftTree, DynamicShape, StaticShape, best_static, chain, grow, shape_of, usual_depth
-from paceline.decode.verify import VERIFIERS, Sampler, Verdict, reject, typical, walk
+from paceline.decode.verify import VERIFIERS, Verdict, reject, typical, walk
 
 __all__ = [
     "DEFINITIONS",

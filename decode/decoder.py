@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from paceline.decode.report import AcceptanceReport
-from paceline.decode.tree import DraftTree, Shape, chain, grow
-from paceline.decode.verify import Sampler, Verdict, walk
+from paceline.decode.sampler import Sampler
+from paceline.decode.tree import DraftTree, Shape, chain, check_drawable, grow
+from paceline.decode.verify import Verdict, walk
 from paceline.models.cache import Cache
 from paceline.models.drafter import Context, Drafter, check_depth
 from paceline.models.errors import Refusal
@@ -60,7 +61,8 @@ class Decoder:
 
     drafter None is plain decoding. shape: who gets children (default: a chain as deep as the drafter was trained).
     verify: `walk` (exact), `reject` (exact) or `typical` (lossy). timed: wait for a GPU at each phase, so that
-    `seconds` tells them apart; slower, and not needed on a CPU.
+    `seconds` tells them apart; slower, and not needed on a CPU. sampled: unless the sampler is greedy, drafts are drawn
+    from the drafter's own distribution, which `reject` makes most of; else they are its likeliest.
     """
 
     def __init__(
@@ -70,11 +72,14 @@ class Decoder:
         shape: Shape | None = None,
         verify: Verify = walk,
         timed: bool = False,
+        sampled: bool = False,
     ):
-        self.target, self.drafter, self.verify, self.timed = target, drafter, verify, timed
+        self.target, self.drafter, self.verify, self.timed, self.sampled = target, drafter, verify, timed, sampled
         self.shape: Shape = chain(0) if drafter is None else shape or chain(drafter.unroll)
         if drafter is not None:
             check_depth(self.shape.depth, drafter.max_depth)
+        if sampled:
+            check_drawable(self.shape)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options) -> Generation:
         """Decode to the end; takes what `stream` takes."""
@@ -195,7 +200,10 @@ class Stream(Iterator[Emitted]):
         yield from self._emit([[token] for token in first])
         verified, memory = self._leave(cache, verified, memory)
 
+        drawing = self.sampler if self.decoder.sampled and not self.sampler.greedy else None
         while self._live:
+            lengths = cache.length.tolist()  # the root stands right behind
+            places = [(self.keys[row], length + 1) for row, length in zip(self._live, lengths, strict=True)]
             with self._timed("draft"):
                 if self.drafter is None:
                     tree = DraftTree.root(verified.roots)
@@ -204,14 +212,22 @@ class Stream(Iterator[Emitted]):
                     allowed = [self.limit - len(self.generation.tokens[row]) - 1 for row in self._live]
                     ctx = Context(verified.positions, verified.count, memory)
                     feature = self.drafter.read(verified.hidden)
-                    tree = grow(self.drafter, shape, feature, verified.followers, ctx, allowed, self.target.vocab)
+                    tree = grow(
+                        self.drafter,
+                        shape,
+                        feature,
+                        verified.followers,
+                        ctx,
+                        allowed,
+                        self.target.vocab,
+                        drawing,
+                        places,
+                    )
             with self._timed("target"):
                 hidden, last = self.target(tree.tokens, taps, tree=tree.ancestors, cache=cache)
                 logits = self._logits(last)
             self.generation.passes += 1
             with self._timed("verify"):
-                lengths = cache.length.tolist()
-                places = [(self.keys[row], length + 1) for row, length in zip(self._live, lengths, strict=True)]
                 verdict = self.decoder.verify(tree, logits, self.sampler, places)
             with self._timed("keep"):
                 nodes, count = _padded(verdict.paths, ids.device)

@@ -1,6 +1,6 @@
 """Draft trees and how they grow: chain, static tree, dynamic tree. A shape says which nodes get children.
 
-Knows a drafter's read/step/head only. Does not know the target, its cache or how a tree is verified.
+Knows a drafter's read/step/head and a sampler only. Does not know the target, its cache or how a tree is verified.
 
     Legend: B rows, N tree nodes, n nodes of one level, F carried width, D draft vocabulary, M budget of nodes.
     Node 0 is the root: a token the target has already chosen. Draft depth of a node = its distance from the root.
@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from paceline.decode.sampler import Place, Sampler
 from paceline.models.drafter import Context, Drafter, check_depth, target_ids
 from paceline.models.errors import Refusal
 
@@ -24,7 +25,8 @@ class DraftTree:
     tokens [B, N] target ids; parents [B, N], parents[i] < i, -1 for the root; size [B] real nodes, the root among them;
     logp [B, N] float32, log of the drafter's joint probability down to the node.
     q: None when candidates were chosen deterministically, else [B, N, V]: row i is the float32 distribution over target
-    ids that node i's children were really drawn from, one after the other without replacement.
+    ids that node i's children were really drawn from, one after the other without replacement, in the order in which
+    they stand. Of a node without children it may be all 0.
     """
 
     tokens: Tensor
@@ -96,6 +98,16 @@ class StaticShape:
     def levels(self) -> list[list[tuple[int, ...]]]:
         return [sorted(p for p in self.paths if len(p) == d) for d in range(1, self.depth + 1)]
 
+    def numbered(self) -> "StaticShape":
+        """The same tree, the children of each node numbered from 0 without gaps: the order they are drawn in."""
+        new: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+        born: dict[tuple[int, ...], int] = {}
+        for path in (path for level in self.levels for path in level):
+            parent = path[:-1]
+            new[path] = (*new[parent], born.get(parent, 0))
+            born[parent] = new[path][-1] + 1
+        return StaticShape(tuple(new[path] for path in self.paths))
+
 
 @dataclass(frozen=True)
 class DynamicShape:
@@ -115,6 +127,15 @@ class DynamicShape:
 
 
 Shape = StaticShape | DynamicShape
+
+
+def check_drawable(shape: Shape) -> None:
+    """Refusal: nodes of this shape cannot be drawn at random, since which of them stay depends on what was drawn."""
+    if isinstance(shape, DynamicShape):
+        raise Refusal(
+            "decode.drafts: sampled is not available with decode.tree=dynamic, which keeps nodes by what was drawn: "
+            "that is another distribution; nearest: decode.tree=static"
+        )
 
 
 def chain(depth: int) -> StaticShape:
@@ -186,6 +207,8 @@ def grow(
     ctx: Context,
     allowed: Sequence[int] | None = None,
     vocab: int | None = None,
+    sampler: Sampler | None = None,
+    places: Sequence[Place] = (),
 ) -> DraftTree:
     """Unroll the drafter over a tree.
 
@@ -195,11 +218,15 @@ def grow(
         ctx: positions [B, J] and count [B] of these rows (and the row's memory).
         allowed: per batch row, most draft tokens in a row that still make sense (fewer close to the limit).
         vocab: ids from here on only pad the target's table: they are not drafted, and have no share in probability.
+        sampler: draws each node's children from what it makes of the drafter's logits, which the tree keeps as `q`;
+            None: the likeliest are drafted. places: as a verifier's, if it draws.
 
     Raises:
-        Refusal: the tree is deeper than the drafter's heads, or the drafter's logits are not finite.
+        Refusal: the tree is deeper than the drafter's heads, or cannot be drawn; the drafter's logits are not finite.
     """
     check_depth(shape.depth, drafter.max_depth)
+    if sampler is not None:
+        check_drawable(shape)
     rows = torch.arange(len(tokens), device=tokens.device)
     last = ctx.count - 1
     onward, state = drafter.step(feature, tokens, 0, ctx)
@@ -213,7 +240,10 @@ def grow(
     at = Context(ctx.positions[rows, last][:, None], torch.ones_like(ctx.count), ctx.memory)
     root = _Root(at, _deeper_streams(drafter, shape.depth, onward, tokens, ctx))
     if isinstance(shape, StaticShape):
-        tree = _unfold_static(drafter, shape, tree, level, root, known)
+        width = drafter.shape.vocab if vocab is None else vocab
+        size = (len(tokens), shape.nodes, width)
+        lots = None if sampler is None else _Lots(sampler, places, size, tokens.device)
+        tree = _unfold_static(drafter, shape, tree, level, root, known, lots)
     else:
         tree = _unfold_dynamic(drafter, shape, tree, level, root, known)
     return _without_dead(tree, allowed)
@@ -260,18 +290,48 @@ class _Level:
     index: Tensor
 
 
-def _children(drafter: Drafter, level: _Level, depth: int, width: int, known: int | None) -> tuple[Tensor, Tensor]:
-    """The `width` likeliest children of each node of a level: target ids and joint log-probabilities [B, n, width].
+class _Lots:
+    """Draws children at random, and keeps what from: `q` as in DraftTree."""
 
-    known: the first so many draft ids may be drafted, None for all.
+    def __init__(self, sampler: Sampler, places: Sequence[Place], shape: tuple[int, int, int], device: torch.device):
+        self.sampler, self.places = sampler, places
+        self.q = torch.zeros(shape, device=device)
+
+    def draw(self, drafter: Drafter, logits: Tensor, nodes: Tensor, depth: int, many: int) -> tuple[Tensor, Tensor]:
+        """logits [B, n, D] at these `nodes` [B, n] of the tree -> log q and draft ids of their children [B, n, many].
+
+        A node's noise is that of its children's text position and its own number, negative to differ from the noise
+        that verification draws there.
+        """
+        rows, n, size = logits.shape
+        silent = logits.amax(-1, keepdim=True) == -torch.inf
+        q = self.sampler.probs(logits.masked_fill(silent, 0.0)).masked_fill(silent, 0.0)
+        places = [(key, position + depth) for key, position in self.places for _ in range(n)]
+        draws = [-1 - node for node in nodes.flatten().tolist()]
+        ids = self.sampler.draw(q.flatten(0, 1), places, many, draws).view(rows, n, many)
+        over_target = q.new_zeros(rows, n, self.q.shape[-1])
+        over_target.index_copy_(-1, target_ids(drafter, torch.arange(size, device=q.device)), q)
+        self.q.scatter_(1, nodes[..., None].expand_as(over_target), over_target)
+        return q.gather(-1, ids).log(), ids
+
+
+def _children(
+    drafter: Drafter, level: _Level, depth: int, width: int, known: int | None, lots: _Lots | None = None
+) -> tuple[Tensor, Tensor]:
+    """`width` children of each node of a level: target ids and joint log-probabilities [B, n, width].
+
+    The likeliest, or with `lots` those that are drawn. known: the first so many draft ids may be drafted, None for all.
     """
     logits = drafter.head(level.state, depth)[..., :known].float()
-    top, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
+    nodes, width = level.index.shape[1], min(width, logits.shape[-1])
+    top, ids = logits.topk(width, dim=-1)
     if bool(top.isnan().any()) or bool((top == torch.inf).any()):
         raise Refusal(f"the drafter's logits are not finite in {drafter.dtype}: decode with dtype=float32 or bfloat16")
-    logp = torch.where(top == -torch.inf, top, top - logits.logsumexp(-1, keepdim=True))
-    if logp.shape[1] != level.logp.shape[1]:  # one node spoke for its whole level
-        logp, ids = logp.expand(-1, level.logp.shape[1], -1), ids.expand(-1, level.logp.shape[1], -1)
+    if lots is None:
+        logp = torch.where(top == -torch.inf, top, top - logits.logsumexp(-1, keepdim=True))
+        logp, ids = logp.expand(-1, nodes, -1), ids.expand(-1, nodes, -1)  # one may have spoken for its whole level
+    else:
+        logp, ids = lots.draw(drafter, logits.expand(-1, nodes, -1), level.index, depth, width)
     return target_ids(drafter, ids), logp + level.logp[..., None]
 
 
@@ -307,8 +367,9 @@ class _LevelPlan:
 
 
 @lru_cache(maxsize=256)
-def _plan(shape: StaticShape, device: torch.device) -> list[_LevelPlan]:
-    """The same every round, so it is made once."""
+def _plan(shape: StaticShape, device: torch.device, drawn: bool) -> list[_LevelPlan]:
+    """The same every round, so it is made once. drawn: the first so many children, not those of certain ranks."""
+    shape = shape.numbered() if drawn else shape
     inner = {path[:-1] for path in shape.paths}
     above: list[tuple[int, ...]] = [()]  # paths of the level above that are unfolded, in its order
     first, plan = 1, []
@@ -324,12 +385,18 @@ def _plan(shape: StaticShape, device: torch.device) -> list[_LevelPlan]:
 
 
 def _unfold_static(
-    drafter: Drafter, shape: StaticShape, tree: DraftTree, level: _Level, root: _Root, known: int | None
+    drafter: Drafter,
+    shape: StaticShape,
+    tree: DraftTree,
+    level: _Level,
+    root: _Root,
+    known: int | None,
+    lots: _Lots | None,
 ) -> DraftTree:
     parts = [tree]
     rows = len(tree.tokens)
-    for depth, plan in enumerate(_plan(shape, tree.tokens.device)):
-        ids, logp = _children(drafter, level, depth, plan.width, known)
+    for depth, plan in enumerate(_plan(shape, tree.tokens.device, lots is not None)):
+        ids, logp = _children(drafter, level, depth, plan.width, known, lots)
         rank = plan.rank.clamp(max=ids.shape[-1] - 1)
         tokens, joint = ids[:, plan.parent, rank], logp[:, plan.parent, rank]
         joint = joint.masked_fill(plan.rank >= ids.shape[-1], -torch.inf)  # a rank the draft vocabulary has not
@@ -338,7 +405,9 @@ def _unfold_static(
             parent = plan.parent[plan.going].expand(rows, -1)
             feature, state = _descend(drafter, level, parent, tokens[:, plan.going], depth + 1, root)
             level = _Level(feature, state, joint[:, plan.going], plan.index.expand(rows, -1))
-    return _joined(parts)
+    whole = _joined(parts)
+    whole.q = None if lots is None else lots.q
+    return whole
 
 
 def _unfold_dynamic(
@@ -388,6 +457,7 @@ def _subset(tree: DraftTree, kept: Tensor) -> DraftTree:
         subset.parents.masked_fill(padding, 0),
         size,
         subset.logp.masked_fill(padding, -torch.inf),
+        None if tree.q is None else tree.q.gather(1, order[..., None].expand(-1, -1, tree.q.shape[-1])),
     )
 
 

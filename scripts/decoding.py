@@ -58,7 +58,7 @@ def runtime(cfg: Any) -> Runtime:
     shape = shape_of(asked.tree, asked.nodes, asked.depth, asked.width, drafter, paths)
     return Runtime(
         tokenizer,
-        Decoder(target, drafter, shape, VERIFIERS[asked.verify], timed=True),
+        Decoder(target, drafter, shape, VERIFIERS[asked.verify], timed=True, sampled=asked.drafts == "sampled"),
         Decoder(target, timed=True),
         Sampler(asked.temperature, asked.top_k, asked.top_p, asked.seed),
         stop_ids(tokenizer),
@@ -118,6 +118,7 @@ def setting(cfg: Any, ready: Runtime) -> dict[str, Any]:
         "depth": shape.depth,
         "nodes": shape.nodes,
         "width": asked.width,
+        "drafts": asked.drafts,
         "verify": asked.verify,
         "lossy": asked.verify == "typical",
         "temperature": asked.temperature,

@@ -489,7 +489,7 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
     drafter, target, how, speed = (report[name] for name in ("drafter", "target", "setting", "speed"))
     trained = f", {drafter['parameters'] / 1e6:.1f} million parameters, {drafter['path']}" if drafter["path"] else ""
     kind = how["tree"] if how["tree"] == "chain" else f"{how['tree']} tree"
-    draft = f"{kind} of depth {{depth}}, {{nodes}} nodes a pass, verify={{verify}}"
+    draft = f"{kind} of depth {{depth}}, {{nodes}} nodes a pass, drafts={{drafts}}, verify={{verify}}"
     choice = "temperature {temperature}, top_k {top_k}, top_p {top_p}" if how["temperature"] else "greedy"
     results = (
         (speed["speedup"], "times as fast as without a drafter"),

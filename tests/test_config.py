@@ -59,6 +59,8 @@ ALSO_REFUSED = {
     "method.draft_vocab=4": ["decode.width:", "method.draft_vocab=4"],
     "decode.tree=chian": ["decode.tree:", "nearest: chain"],
     "decode.temperature=-0.1": ["decode.temperature:", "greater than or equal to 0"],
+    "decode.drafts=sampld": ["decode.drafts: 'sampld'", "nearest: sampled"],
+    "decode.drafts=sampled": ["decode.drafts: sampled needs decode.temperature above 0", "nearest: decode.drafts=lik"],
     "decode.top_p=0": ["decode.top_p:", "greater than 0"],
     "decode.top_p=1.5": ["decode.top_p:", "less than or equal to 1"],
     "decode.top_k=-1": ["decode.top_k:", "greater than or equal to 0"],
@@ -81,6 +83,14 @@ EAGLE_REFUSED = {
     "method=hass|method.join=attention": ["method.objective.smooth_l1:", "join=attention", "nearest: 0"],
     "+method.objective.smooth_l1=1": ["method.objective.smooth_l1:", "nearest: method.objective"],
     "method.objective={smooth_l1: 1.0}": ["method.objective.smooth_l1:", "nearest: method.objective"],
+    "decode.drafts=sampled|decode.temperature=1": [
+        "decode.drafts:",
+        "decode.tree=dynamic",
+        "nearest: decode.tree=static",
+    ],
+    "decode.drafts=sampled|decode.temperature=1|decode.tree=chain|decode.verify=walk": [
+        "decode.verify: walk is not for decode.drafts=sampled; nearest: reject"
+    ],
     "method=hss": ["method:", "'hss'", "nearest: hass"],
     "method.join=attn": ["method.join: 'attn'", "nearest: attention"],
     "method.start=targt": ["method.start: 'targt'", "nearest: target"],
@@ -163,6 +173,23 @@ def test_an_eagle_drafts_as_deep_as_asked_and_its_layer_can_be_said() -> None:
     assert validated(TrainConfig, yaml.safe_load(cfg.yaml()), "/nowhere") == cfg
     eagle, hass = (load("eagle", f"method={name}").method for name in ("eagle", "hass"))
     assert (eagle.unroll, hass.unroll) == (1, 3) and eagle.model_copy(update={"unroll": 3}) == hass
+
+
+@pytest.mark.parametrize(
+    ("words", "drafts", "verify"),
+    [
+        ((), "likeliest", "walk"),
+        (("decode.verify=reject",), "likeliest", "reject"),  # greedy
+        (("decode.temperature=1.0",), "likeliest", "walk"),
+        (("decode.temperature=1.0", "decode.verify=reject"), "sampled", "reject"),
+        (("decode.temperature=1.0", "decode.verify=reject", "decode.tree=dynamic"), "likeliest", "reject"),
+        (("decode.temperature=1.0", "decode.drafts=sampled"), "sampled", "reject"),
+        (("decode.temperature=1.0", "decode.drafts=likeliest", "decode.verify=reject"), "likeliest", "reject"),
+    ],
+)
+def test_sampled_drafts_and_rejection_follow_each_other(words: tuple[str, ...], drafts: str, verify: str) -> None:
+    decode = load("medusa", *words).decode
+    assert (decode.drafts, decode.verify) == (drafts, verify)
 
 
 def test_a_missing_file_is_named_in_full_with_its_neighbour(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ PATHS = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0]]
 SMALL = ["eval.limit=4", "eval.max_new_tokens=12", "dtype=float32"]
 KEYS = {
     "": "drafter target setting acceptance speed by_category intervals prompts exactness",
-    "setting": "dtype tree depth nodes width verify lossy temperature top_k top_p seed batch prompts num_prompts "
-    "max_new_tokens plain threads device machine command paceline torch transformers",
+    "setting": "dtype tree depth nodes width drafts verify lossy temperature top_k top_p seed batch prompts "
+    "num_prompts max_new_tokens plain threads device machine command paceline torch transformers",
     "acceptance": "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos mean_acceptance_length "
     "draft_acceptance_rate per_position_acceptance_rate conditional_acceptance_rate",
     "speed": "tokens_per_second plain_tokens_per_second hf_generate_tokens_per_second speedup speedup_vs_hf_generate "
@@ -146,6 +146,7 @@ def test_rejection_sampling_is_not_compared_and_typical_is_called_lossy(
     for verify, reason in (("reject", "same distribution"), ("typical", "lossy")):
         report = measured(tmp_path, f"drafter={export}", f"decode.verify={verify}", "decode.temperature=0.7")
         assert report["setting"]["lossy"] == (verify == "typical")
+        assert report["setting"]["drafts"] == ("sampled" if verify == "reject" else "likeliest")
         assert report["exactness"]["identical"] is None and reason in report["exactness"]["reason"]
         assert ("LOSSY" in capsys.readouterr().out) == (verify == "typical")
     greedy = measured(tmp_path, f"drafter={export}", "decode.verify=reject")

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decode import DraftTree, Sampler, Verdict, reject, typical, verify, walk
+from paceline.decode import DraftTree, Sampler, StaticShape, Verdict, chain, grow, reject, typical, verify, walk
+from paceline.models.drafter import Context, Drafter, Options, Shape
 
 V = 6
 START = (2, 5)  # the text so far; its last token is the root
@@ -94,8 +95,11 @@ def draft(
 
 def proposal(before: Tensor, last: Tensor) -> Tensor:
     """[R], [R] -> q [R, V]: what the drafter draws from, three tokens wide."""
-    logits = DRAFTER[before, last]
-    return logits.masked_fill(logits < logits.topk(3, dim=-1).values[..., -1:], -torch.inf).softmax(-1)
+    return three_wide(DRAFTER[before, last]).softmax(-1)
+
+
+def three_wide(logits: Tensor) -> Tensor:
+    return logits.masked_fill(logits < logits.topk(3, dim=-1).values[..., -1:], -torch.inf)
 
 
 def at_nodes(tree: DraftTree, texts: Sequence[Sequence[int]]) -> Tensor:
@@ -139,12 +143,15 @@ class Branching(Sampler):
         assert 0 <= chance <= 1
         return self.branch({True: chance, False: 1 - chance})
 
-    def draw(self, q: Tensor, many: int) -> list[list[int]]:
-        """Without replacement, one after the other."""
-        taken: list[int] = []
-        for _ in range(many):
-            taken += self.pick(q.index_fill(1, torch.tensor(taken, dtype=torch.long), 0.0), [(0, 0)])
-        return [taken]
+    def draw(self, probs, places, many, draws):
+        rows = []
+        for row, place in zip(probs, places, strict=True):
+            left, taken = row.clone(), []
+            for _ in range(many):  # one after the other; where nothing is left, what is impossible
+                taken += self.pick(left[None], [place]) if left.any() else [next(t for t in range(V) if t not in taken)]
+                left[taken[-1]] = 0.0
+            rows.append(taken)
+        return torch.tensor(rows)
 
 
 def outcomes(run: Callable[[Branching], object], like: Sampler) -> Iterator[tuple[object, float]]:
@@ -168,7 +175,10 @@ def distribution(verifier, shape: dict[int, list[int]], sampled: bool, setting: 
         """Emitted tokens of one round after `text`, with their probability. At most `left` drafts make sense."""
 
         def run(sampler: Branching) -> tuple[int, ...]:
-            tree = draft([text], shape, sampler.draw if sampled else likeliest, left, sampled)
+            def drawn(q: Tensor, many: int) -> list[list[int]]:
+                return sampler.draw(q, [(0, 0)], many, [0]).tolist()
+
+            tree = draft([text], shape, drawn if sampled else likeliest, left, sampled)
             verdict = verifier(tree, at_nodes(tree, [text]), sampler, [(0, 0)])
             return tuple(emitted(tree, verdict)[0][:left])
 
@@ -177,6 +187,11 @@ def distribution(verifier, shape: dict[int, list[int]], sampled: bool, setting: 
             found[tokens] += chance
         return found
 
+    return said(a_round)
+
+
+def said(a_round: Callable[[tuple[int, int], int], dict[tuple[int, ...], float]]) -> Tensor:
+    """[6, 6, 6]: how rounds of these outcomes, one after the other, say three tokens."""
     total = torch.zeros(V, V, V, dtype=torch.float64)
     open_texts: dict[tuple[int, ...], float] = {(): 1.0}
     while open_texts:
@@ -204,9 +219,9 @@ exactly = pytest.mark.parametrize(("verifier", "shape", "sampled"), EXACT, ids=N
 @exactly
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_three_token_output_has_the_targets_probability(verifier, shape, sampled, setting) -> None:
-    said = distribution(verifier, shape, sampled, setting)
-    assert abs(float(said.sum()) - 1) < 1e-9
-    assert float((said - truth(setting)).abs().max()) <= 1e-6
+    found = distribution(verifier, shape, sampled, setting)
+    assert abs(float(found.sum()) - 1) < 1e-9
+    assert float((found - truth(setting)).abs().max()) <= 1e-6
 
 
 # ---------------------------------------------------------------- draws, and verifiers broken on purpose
@@ -300,6 +315,137 @@ def test_a_broken_residual_is_found_out(fault: str, sampled: bool, shape, monkey
 
     monkeypatch.setattr(verify, "_residual", broken)
     assert drawn(reject, shape, sampled, "T=0.7") < 1e-6
+
+
+# ---------------------------------------------------------------- drafts drawn by grow itself
+
+
+class Table(Drafter):
+    """Drafts from DRAFTER: the feature is the last token but one, the state both."""
+
+    def __init__(self, vocab_map: Tensor | None = None):
+        super().__init__(Options(name="table"), Shape(1, 1, V))
+        self.map_ = vocab_map
+
+    @property
+    def vocab_map(self) -> Tensor | None:
+        return self.map_
+
+    def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        return tokens[..., None], torch.cat([feature, tokens[..., None]], -1)
+
+    def head(self, state: Tensor, depth: int) -> Tensor:
+        logits = three_wide(DRAFTER[state[..., 0], state[..., 1]].float())
+        return logits if self.map_ is None else logits[..., self.map_]
+
+
+def grown(
+    texts: Sequence[Sequence[int]],
+    shape: StaticShape,
+    sampler: Sampler,
+    left: int,
+    places: Sequence[tuple[int, int]],
+    drafter: Drafter,
+) -> DraftTree:
+    before, last = torch.tensor([text[-2:] for text in texts]).unbind(1)
+    ctx = Context(torch.zeros(len(texts), 1, dtype=torch.long), torch.ones(len(texts), dtype=torch.long))
+    allowed = [left] * len(texts)
+    return grow(drafter, shape, before[:, None, None], last[:, None], ctx, allowed, V, sampler, places)
+
+
+# With a gap in the ranks, as measured trees have: drawn, the children are the first two.
+DRAWN = {"chain": chain(2), "tree": StaticShape(((0,), (3,), (3, 1)))}
+FEW = torch.tensor([1, 2, 3, 4, 5])  # a draft vocabulary
+any_drawn = pytest.mark.parametrize("shape", DRAWN.values(), ids=DRAWN)
+whose = pytest.mark.parametrize("drafter", [Table(), Table(FEW)], ids=["all ids", "some ids"])
+
+
+@whose
+@any_drawn
+def test_a_node_is_drawn_from_the_distribution_that_the_tree_says(shape: StaticShape, drafter: Table) -> None:
+    """Every outcome of growing, its chance multiplied from the tree's own q, without replacement."""
+    sampler = SETTINGS["top-k 4, top-p 0.8"]
+    ids = FEW if drafter.map_ is not None else torch.arange(V)
+    trees = list(outcomes(lambda s: grown([START], shape, s, 3, [(0, 0)], drafter), sampler))
+    assert len(trees) > 3
+    for tree, chance in trees:
+        assert isinstance(tree, DraftTree) and tree.q is not None
+        expected, words = 1.0, tree.tokens[0].tolist()
+        for node in range(int(tree.size[0])):
+            children = [c for c in range(1, int(tree.size[0])) if tree.parents[0, c] == node]
+            parent = START[0] if node == 0 else words[tree.parents[0, node]]
+            if children:
+                own = torch.zeros(V, dtype=torch.float64)
+                own[ids] = processed(three_wide(DRAFTER[parent, words[node]])[ids], sampler)
+                torch.testing.assert_close(tree.q[0, node].double(), own, atol=1e-6, rtol=0)
+            left = tree.q[0, node].clone()
+            for child in children:
+                expected *= float(left[words[child]] / left.sum())
+                left[words[child]] = 0.0
+        assert abs(chance - expected) < 1e-6
+    assert abs(sum(chance for _, chance in trees) - 1) < 1e-6
+
+
+@any_drawn
+@pytest.mark.parametrize(
+    ("setting", "drafter"), [("T=1", Table(FEW)), ("top-k 4, top-p 0.8", Table())], ids=["some ids", "all ids"]
+)
+def test_every_output_of_drawn_drafts_has_the_targets_probability(setting: str, shape, drafter: Table) -> None:
+    @cache
+    def a_round(text: tuple[int, int], left: int) -> dict[tuple[int, ...], float]:
+        def run(sampler: Branching) -> tuple[int, ...]:
+            tree = grown([text], shape, sampler, left, [(0, 0)], drafter)
+            return tuple(emitted(tree, reject(tree, at_nodes(tree, [text]), sampler, [(0, 0)]))[0][:left])
+
+        found: dict[tuple[int, ...], float] = defaultdict(float)
+        for tokens, chance in outcomes(run, SETTINGS[setting]):
+            found[tokens] += chance
+        return found
+
+    assert float((said(a_round) - truth(setting)).abs().max()) <= 1e-6
+
+
+def drawn_by_grow(shape: StaticShape, drafter: Drafter, setting: str, faulty=None, rows: int = 20_000) -> float:
+    """p of the chi-square of `rows` three-token outputs, all with the sampler's real noise. faulty: changes a tree."""
+    sampler = SETTINGS[setting]
+    texts, live = [list(START) for _ in range(rows)], list(range(rows))
+    while live:
+        now = [texts[row] for row in live]
+        places = [(row, len(texts[row])) for row in live]
+        tree = grown(now, shape, sampler, 3, places, drafter)
+        if faulty is not None:
+            faulty(tree)
+        verdict = reject(tree, at_nodes(tree, now), sampler, places)
+        for row, tokens in zip(live, emitted(tree, verdict), strict=True):
+            texts[row] += tokens
+        live = [row for row in live if len(texts[row]) < len(START) + 3]
+    index = torch.tensor([text[2:5] for text in texts]) @ torch.tensor([V * V, V, 1])
+    return chi_square(torch.bincount(index, minlength=V**3).double(), rows * truth(setting).flatten())
+
+
+@any_drawn
+def test_twenty_thousand_outputs_of_drawn_drafts_fit_the_target(shape: StaticShape) -> None:
+    assert drawn_by_grow(shape, Table(), "T=0.7") > 1e-3
+
+
+def _of_temperature_1(tree: DraftTree) -> None:
+    assert tree.q is not None
+    tree.q = (tree.q**0.7) / (tree.q**0.7).sum(-1, keepdim=True).clamp(min=1e-9)
+
+
+def _none(tree: DraftTree) -> None:
+    tree.q = None
+
+
+def _of_the_node_before(tree: DraftTree) -> None:
+    assert tree.q is not None
+    tree.q = tree.q.roll(1, 1)
+
+
+@any_drawn
+@pytest.mark.parametrize("fault", [_of_temperature_1, _none, _of_the_node_before])
+def test_a_q_that_was_not_drawn_from_is_found_out(fault: Callable[[DraftTree], None], shape: StaticShape) -> None:
+    assert drawn_by_grow(shape, Table(), "T=0.7", fault, rows=5_000) < 1e-6
 
 
 # ---------------------------------------------------------------- inputs, repetition, greedy

@@ -60,9 +60,8 @@ class Yardstick:
         paths = best_static(there, LARGEST_TREE, depth).paths
         shape = shape_of(decode.tree, decode.nodes, decode.depth, decode.width, exported, paths)
         sampler = Sampler(decode.temperature, decode.top_k, decode.top_p, decode.seed)
-        generation = Decoder(self.target, exported, shape, VERIFIERS[decode.verify]).generate(
-            self.prompts, self.cfg.eval.max_new_tokens, sampler=sampler, eos=self.eos
-        )
+        decoder = Decoder(self.target, exported, shape, VERIFIERS[decode.verify], sampled=decode.drafts == "sampled")
+        generation = decoder.generate(self.prompts, self.cfg.eval.max_new_tokens, sampler=sampler, eos=self.eos)
         right, asked = (there == 0).sum(0).tolist(), (there < BEYOND).sum(0).tolist()
         accuracy = [r / n if n else None for r, n in zip(right, asked, strict=True)]
         return Measurement(generation.report, accuracy, [list(path) for path in paths])

@@ -1,0 +1,121 @@
+"""How a token is chosen: the distribution that temperature, top-k and top-p make of logits, and the noise that draws.
+
+Knows neither trees nor models. All randomness of decoding goes through `Sampler.pick`, `Sampler.draw` and
+`Sampler.accepts`, keyed by (seed, row, absolute position, draw), so that a test can enumerate every outcome.
+
+    Legend: R rows, V ids.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Place = tuple[int, int]  # (row key, absolute position of the token being chosen)
+
+
+@dataclass
+class Sampler:
+    """The distribution a token is chosen from, and the noise that chooses it.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 are off. A token's noise depends on (seed, row, position) alone: a row
+    says the same in any batch, and `walk` on a deterministic tree gives token for token what plain decoding gives.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        # below 1e-4 a logit gap of 1e-2 already decides with odds of e^100
+        return self.temperature < 1e-4
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """[..., V] logits -> the float32 (float64 if given so) distribution after temperature, top-k and top-p."""
+        scaled = logits if logits.dtype == torch.float64 else logits.float()
+        if self.greedy:
+            return torch.zeros_like(scaled).scatter(-1, scaled.argmax(-1, keepdim=True), 1.0)
+        scaled = scaled / self.temperature
+        if self.top_k and self.top_k < scaled.shape[-1]:
+            least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
+            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+        probs = scaled.softmax(-1)
+        return _nucleus(probs, self.top_p) if self.top_p < 1.0 else probs
+
+    def choose(self, logits: Tensor, places: Sequence[Place]) -> list[int]:
+        """[R, V] logits -> the token each of R rows chooses; the target's own choice, in plain decoding too."""
+        if self.greedy:
+            return likeliest(logits).tolist()
+        return self.pick(self.probs(logits), places)
+
+    def pick(self, probs: Tensor, places: Sequence[Place], draw: int = 0) -> list[int]:
+        """[R, V] distributions, not necessarily normalised -> a token each: the first to arrive of V independent races.
+
+        A token with probability p arrives after E / p, E from an exponential of its own (Gumbel's maximum, in other
+        words). Probabilities that differ in their last bits, as passes of other widths give them, choose another token
+        only where two arrive at the same moment. The inverse of the cumulative sum would choose one at every border
+        between two of the many tokens of the tail.
+        """
+        if not places:
+            return []
+        return self._arrivals(probs, places, [draw] * len(places)).max(-1).indices.tolist()
+
+    def draw(self, probs: Tensor, places: Sequence[Place], many: int, draws: Sequence[int]) -> Tensor:
+        """[R, V] distributions -> `many` distinct tokens of each [R, many], one drawn after the other, each from what
+        is left, renormalised: the first to arrive of the same races. Where fewer are possible, impossible ones follow.
+        """
+        return self._arrivals(probs, places, draws).topk(many, dim=-1).indices
+
+    def _arrivals(self, probs: Tensor, places: Sequence[Place], draws: Sequence[int]) -> Tensor:
+        """[R, V], the earlier a token arrives the larger."""
+        keys = zip(places, draws, strict=True)
+        noise = torch.stack([self.exponentials(place, probs.shape[-1], draw) for place, draw in keys])
+        return probs / noise.to(probs.device)
+
+    def accepts(self, chance: float, place: Place, draw: int) -> bool:
+        """One coin with probability `chance` of heads."""
+        return self.uniform(place, draw) < chance
+
+    def uniform(self, place: Place, draw: int = 0) -> float:
+        """A number in [0, 1) that depends on seed, place and draw alone."""
+        return (self._key(place, draw) >> 11) / (1 << 53)
+
+    def exponentials(self, place: Place, many: int, draw: int = 0) -> Tensor:
+        """[many] float32 draws above 0 from the exponential distribution, that depend on seed, place and draw alone."""
+        generator = torch.Generator().manual_seed(self._key(place, draw))
+        return torch.empty(many).exponential_(generator=generator).clamp_(min=torch.finfo(torch.float32).tiny)
+
+    def _key(self, place: Place, draw: int) -> int:
+        """64 bits."""
+        digest = hashlib.blake2b(f"{self.seed}/{place[0]}/{place[1]}/{draw}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """[..., V] -> [...], the first of the largest: what argmax gives, which takes four times as long on a CPU."""
+    return logits.max(-1).indices
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Keep the likeliest tokens until they hold `top_p`, renormalised. The token that crosses the border is kept."""
+    shape = probs.shape
+    flat = probs.reshape(-1, shape[-1])
+    width = min(256, shape[-1])
+    kept = torch.zeros_like(flat)
+    top, ids = flat.topk(width, dim=-1)
+    proven = top.sum(-1) >= top_p  # a partial sort that does not prove it covers top_p is no answer
+    kept[proven] = _cut(kept[proven], top[proven], ids[proven], top_p)
+    if not bool(proven.all()):
+        rest = ~proven
+        kept[rest] = _cut(kept[rest], *flat[rest].sort(dim=-1, descending=True, stable=True), top_p)
+    return (kept / kept.sum(-1, keepdim=True)).reshape(shape)
+
+
+def _cut(zeros: Tensor, top: Tensor, ids: Tensor, top_p: float) -> Tensor:
+    """Scatter the first of the descending `top` [R, W] that together reach top_p into `zeros` [R, V]."""
+    before = top.cumsum(-1) - top
+    return zeros.scatter(-1, ids, top.masked_fill(before >= top_p, 0.0))
