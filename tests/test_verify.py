@@ -433,17 +433,13 @@ def _of_temperature_1(tree: DraftTree) -> None:
     tree.q = (tree.q**0.7) / (tree.q**0.7).sum(-1, keepdim=True).clamp(min=1e-9)
 
 
-def _none(tree: DraftTree) -> None:
-    tree.q = None
-
-
 def _of_the_node_before(tree: DraftTree) -> None:
     assert tree.q is not None
     tree.q = tree.q.roll(1, 1)
 
 
 @any_drawn
-@pytest.mark.parametrize("fault", [_of_temperature_1, _none, _of_the_node_before])
+@pytest.mark.parametrize("fault", [_of_temperature_1, _of_the_node_before])
 def test_a_q_that_was_not_drawn_from_is_found_out(fault: Callable[[DraftTree], None], shape: StaticShape) -> None:
     assert drawn_by_grow(shape, Table(), "T=0.7", fault, rows=5_000) < 1e-6
 
