@@ -5,7 +5,17 @@ import torch
 from torch import Tensor
 
 from paceline.models.drafter import LOSS_TERMS
-from paceline.train.objective import FEATURE_TERMS, NEEDS_TEACHER, TERMS, Taught, mixed, smooth_l1
+from paceline.train import objective
+from paceline.train.objective import (
+    FEATURE_TERMS,
+    NEEDS_TEACHER,
+    TERMS,
+    Taught,
+    learn,
+    mixed_features,
+    scored,
+    smooth_l1,
+)
 
 
 def by_hand(name: str, logits: Tensor, labels: Tensor, teacher: Taught) -> Tensor:
@@ -31,17 +41,24 @@ def drafted(rows: int, vocab: int, apart: float) -> tuple[Tensor, Tensor, Taught
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_every_term_is_its_definition(name: str) -> None:
+def test_every_term_and_its_gradient_are_by_definition(name: str) -> None:
     draft, labels, teacher = drafted(8, 64, apart=1.0)
-    found = TERMS[name](draft.float(), labels, teacher)
-    torch.testing.assert_close(found.double(), by_hand(name, draft, labels, teacher), rtol=1e-5, atol=0.0)
+    found, gradient = scored({name: 0.7}, draft.float(), labels, teacher)
+    exact = draft.double().requires_grad_()
+    wanted = 0.7 * by_hand(name, exact, labels, teacher)
+    wanted.sum().backward()
+    assert exact.grad is not None
+    torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=0.0)
+    assert (gradient - exact.grad).norm() < 1e-5 * exact.grad.norm()
 
 
 @pytest.mark.parametrize("name", TERMS)
 def test_bfloat16_logits_lose_less_than_a_hundredth_of_the_gradient(name: str) -> None:
     draft, labels, teacher = drafted(8, 4096, apart=1e-2)
     ours = draft.clone().requires_grad_()
-    mixed({name: 1.0}, ours, labels, teacher, ours, ours).sum().backward()
+    logits = None if teacher is None else teacher.logp
+    loss, _ = learn({name: 1.0}, [ours], labels, torch.ones(1, 8, dtype=torch.bool), logits)
+    loss.sum().backward()
     exact = draft.double().requires_grad_()
     by_hand(name, exact, labels, teacher).sum().backward()
     assert ours.grad is not None and exact.grad is not None
@@ -50,30 +67,54 @@ def test_bfloat16_logits_lose_less_than_a_hundredth_of_the_gradient(name: str) -
 
 def test_a_mix_is_the_weighted_sum_and_asks_a_teacher_only_where_it_is_used() -> None:
     draft, labels, teacher = drafted(8, 64, apart=1.0)
-    ce, kl = (TERMS[name](draft.float(), labels, teacher) for name in ("ce", "kl"))
-    torch.testing.assert_close(mixed({"ce": 0.3, "kl": 0.7}, draft, labels, teacher, draft, draft), 0.3 * ce + 0.7 * kl)
+    ce, kl = (scored({name: 1.0}, draft, labels, teacher) for name in ("ce", "kl"))
+    both = scored({"ce": 0.3, "kl": 0.7}, draft, labels, teacher)
+    for mixed, first, second in zip(both, ce, kl, strict=True):
+        torch.testing.assert_close(mixed, 0.3 * first + 0.7 * second)
     for name in TERMS.keys() - NEEDS_TEACHER:
-        mixed({name: 1.0}, draft, labels, None, draft, draft)
+        scored({name: 1.0}, draft, labels, None)
+
+
+def test_rows_are_learnt_in_blocks_as_they_are_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each depth counts its own rows, ties go to the first id, and blocks of 3 rows leave one of 2."""
+    draft, labels, teacher = drafted(11, 64, apart=1.0)
+    depths = [draft, draft.roll(1, 0), (2 * draft).round()]
+    there = torch.rand(3, 11, generator=torch.Generator().manual_seed(1)) < 0.6
+    monkeypatch.setattr(objective, "BLOCK", 3 * 64)
+    logits = [part.clone().requires_grad_() for part in depths]
+    loss, right = learn({"kl": 0.7, "ce": 0.3}, logits, labels, there, teacher.logp)
+    (loss * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    for k, part in enumerate(depths):
+        value, gradient = scored({"kl": 0.7, "ce": 0.3}, part, labels, teacher)
+        torch.testing.assert_close(loss[k], value[there[k]].sum())
+        assert right[k] == (part.argmax(-1) == labels)[there[k]].sum()
+        found = logits[k].grad
+        assert found is not None and not found[~there[k]].any()
+        torch.testing.assert_close(found.float(), (k + 1) * gradient * there[k][:, None], rtol=2**-7, atol=1e-6)
+
+
+def test_the_gradient_of_learn_is_not_taken_twice() -> None:
+    draft, labels, _ = drafted(4, 64, apart=1.0)
+    loss, _ = learn({"ce": 1.0}, [draft.requires_grad_()], labels, torch.ones(1, 4, dtype=torch.bool), None)
+    loss.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        loss.sum().backward()
 
 
 @pytest.mark.parametrize("name", TERMS.keys() - {"ce"})
 def test_a_term_of_the_target_is_least_and_flat_where_the_draft_is_the_target(name: str) -> None:
     logits, labels, teacher = drafted(8, 64, apart=0.0)
-    same = logits.float().requires_grad_()
-    TERMS[name](same, labels, teacher).sum().backward()
-    assert TERMS[name](same, labels, teacher).abs().max() < 1e-6
-    assert same.grad is not None and same.grad.abs().max() < 1e-6
-    assert bool((TERMS[name](logits.roll(1, 1), labels, teacher) > 0.01).all())
+    value, gradient = scored({name: 1.0}, logits, labels, teacher)
+    assert value.abs().max() < 1e-6 and gradient.abs().max() < 1e-6
+    assert bool((scored({name: 1.0}, logits.roll(1, 1), labels, teacher)[0] > 0.01).all())
 
 
 def test_an_unlikely_draft_still_learns_from_lk_and_no_term_is_infinite() -> None:
     teacher = Taught.of(torch.tensor([[200.0, 0.0, 0.0]]))
     for name in TERMS:
-        far = torch.tensor([[0.0, 200.0, 0.0]], requires_grad=True)
-        loss = TERMS[name](far, torch.tensor([0]), teacher)
-        loss.sum().backward()
-        assert far.grad is not None and far.grad.isfinite().all() and loss.isfinite().all()
-        assert (far.grad.abs().max() > 0.1) == (name in ("ce", "kl", "lk")), "the others do not see what q lacks"
+        value, gradient = scored({name: 1.0}, torch.tensor([[0.0, 200.0, 0.0]]), torch.tensor([0]), teacher)
+        assert value.isfinite().all() and gradient.isfinite().all()
+        assert (gradient.abs().max() > 0.1) == (name in ("ce", "kl", "lk")), "the others do not see what q lacks"
 
 
 def test_every_term_that_can_be_asked_for_is_there() -> None:
@@ -87,7 +128,6 @@ def test_smooth_l1_is_its_definition_averaged_over_the_state() -> None:
     wanted = torch.where(away < 1, away**2 / 2, away - 0.5).mean(-1)
     assert (away < 1).any() and (away > 1).any()
     torch.testing.assert_close(smooth_l1(state, goal).double(), wanted, rtol=1e-5, atol=0.0)
-    draft, labels, teacher = drafted(8, 64, apart=1.0)
-    both = mixed({"smooth_l1": 0.5, "kl": 0.1}, draft, labels, teacher, state.bfloat16(), goal.bfloat16())
     in_float = smooth_l1(state.bfloat16().float(), goal.bfloat16().float())
-    torch.testing.assert_close(both, 0.5 * in_float + 0.1 * TERMS["kl"](draft.float(), labels, teacher))
+    weights = {"smooth_l1": 0.5, "kl": 0.1}
+    torch.testing.assert_close(mixed_features(weights, state.bfloat16(), goal.bfloat16()), 0.5 * in_float)

@@ -201,7 +201,7 @@ def test_a_loss_of_one_a_token_is_reported_as_one_at_every_depth(
     vocab_map: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafters, "LOSS_TERMS", {"one"})
-    monkeypatch.setitem(objective.TERMS, "one", lambda logits, labels, teacher: torch.ones(len(logits)))
+    monkeypatch.setitem(objective.TERMS, "one", lambda drafted, labels, *_: torch.ones(len(labels)))
     batch, hidden = texts(), noise(2, WIDTH, HIDDEN)
     step = TrainStep(medusa(vocab_map, weights={"one": 1.0}), chunk=5)
     counts = step.counts(batch)

@@ -1,13 +1,13 @@
-"""Loss terms: each maps what was drafted to one number per row. Knows no drafter, batch or depth.
+"""Loss terms: each maps what was drafted to one number per row. Knows no drafter or batch.
 
 Sums and counts stay apart until the trainer divides them, once, over all processes and accumulated parts.
 
-    Legend: R supervised rows, D draft vocabulary, H hidden.
+    Legend: R supervised rows, K depths, D draft vocabulary, H hidden.
     Everything here is float32: p_draft - p_target cancels in bf16.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,48 +29,86 @@ class Taught(NamedTuple):
         return cls(p, logp, (p * logp).sum(-1))
 
 
-Term = Callable[[Tensor, Tensor, Taught | None], Tensor]
+class Drafted(NamedTuple):
+    """What a drafter says of R rows, float32: logits [R, D] (0 the highest of a row), log of the sum of their
+    exponentials [R, 1], and the distribution q [R, D]. spare [R, D] is for a term to compute in."""
+
+    logits: Tensor
+    logz: Tensor
+    q: Tensor
+    spare: Tensor
+
+    @property
+    def logq(self) -> Tensor:
+        return self.logits - self.logz
+
+
+# A term returns its value for each row [R] and adds `weight` times its gradient in the logits to `gradient` [R, D]:
+# in closed form, which spares the passes over memory that autograd would make.
+Term = Callable[[Drafted, Tensor, Taught | None, float, Tensor], Tensor]
 FeatureTerm = Callable[[Tensor, Tensor], Tensor]
 
 
-def ce(logits: Tensor, labels: Tensor, teacher: Taught | None) -> Tensor:
-    """Cross-entropy to the text's own next token. logits [R, D], labels [R] draft ids -> [R] nats."""
-    return F.cross_entropy(logits.float(), labels, reduction="none")
+def ce(drafted: Drafted, labels: Tensor, teacher: Taught | None, weight: float, gradient: Tensor) -> Tensor:
+    """Cross-entropy to the text's own next token (labels [R] draft ids), nats; the gradient is q - onehot."""
+    at = labels[:, None]
+    gradient.add_(drafted.q, alpha=weight).scatter_add_(1, at, gradient.new_full(at.shape, -weight))
+    return (drafted.logz - drafted.logits.gather(1, at))[:, 0]
 
 
-def kl(logits: Tensor, labels: Tensor, teacher: Taught | None) -> Tensor:
-    """KL(target || draft), [R] nats; the gradient is q - p."""
+def kl(drafted: Drafted, labels: Tensor, teacher: Taught | None, weight: float, gradient: Tensor) -> Tensor:
+    """KL(target || draft), nats; the gradient is q - p."""
     assert teacher is not None
-    return teacher.plogp - (teacher.p * F.log_softmax(logits, -1, dtype=torch.float32)).sum(-1)
+    gradient.add_(drafted.q, alpha=weight).sub_(teacher.p, alpha=weight)
+    return teacher.plogp + drafted.logz[:, 0] - torch.mul(teacher.p, drafted.logits, out=drafted.spare).sum(-1)
 
 
-def reverse_kl(logits: Tensor, labels: Tensor, teacher: Taught | None) -> Tensor:
-    """KL(draft || target), [R] nats: the draft leaves out what the target would hardly say.
+def reverse_kl(drafted: Drafted, labels: Tensor, teacher: Taught | None, weight: float, gradient: Tensor) -> Tensor:
+    """KL(draft || target), nats: the draft leaves out what the target would hardly say; the gradient is
+    q (log q/p - its mean under q).
 
     Source: Zhou et al. 2024 (DistillSpec), section 4.
     """
     assert teacher is not None
-    logq = F.log_softmax(logits, -1, dtype=torch.float32)
-    return (logq.exp() * (logq - teacher.logp)).sum(-1)
+    apart = drafted.logq - teacher.logp
+    mean = (drafted.q * apart).sum(-1, keepdim=True)
+    gradient.addcmul_(drafted.q, apart - mean, value=weight)
+    return mean[:, 0]
 
 
-def tv(logits: Tensor, labels: Tensor, teacher: Taught | None) -> Tensor:
-    """Total variation of target and draft, [R], 0 to 1: one minus the chance that a draft drawn from q is accepted,
+def tv(drafted: Drafted, labels: Tensor, teacher: Taught | None, weight: float, gradient: Tensor) -> Tensor:
+    """Total variation of target and draft, 0 to 1: one minus the chance that a draft drawn from q is accepted,
     sum min(p, q). Its gradient is small where they hardly overlap: start from something trained, or mix it with kl.
 
     Source: Leviathan et al. 2023, corollary 3.6; as a loss Zhou et al. 2024 (DistillSpec).
     """
-    return -torch.expm1(-lk(logits, labels, teacher))
+    assert teacher is not None
+    least, less = _least(drafted, teacher)
+    _add_gradient(drafted, least.exp() * less, weight, gradient)
+    return -torch.expm1(least.logsumexp(-1))
 
 
-def lk(logits: Tensor, labels: Tensor, teacher: Taught | None) -> Tensor:
-    """-log of that chance, [R] nats: the gradient of `tv`, the larger the smaller the chance.
+def lk(drafted: Drafted, labels: Tensor, teacher: Taught | None, weight: float, gradient: Tensor) -> Tensor:
+    """-log of that chance, nats: the gradient of `tv`, the larger the smaller the chance.
 
     Source: Samarin et al. 2026 (LK losses), the likelihood variant.
     """
     assert teacher is not None
-    logq = F.log_softmax(logits, -1, dtype=torch.float32)
-    return -torch.minimum(teacher.logp, logq).logsumexp(-1)
+    least, less = _least(drafted, teacher)
+    chance = least.logsumexp(-1, keepdim=True)  # its log: it may be too small for itself
+    _add_gradient(drafted, (least - chance).exp() * less, weight, gradient)
+    return -chance[:, 0]
+
+
+def _least(drafted: Drafted, teacher: Taught) -> tuple[Tensor, Tensor]:
+    """[R, D]: log of min(p, q), and whether q is the lesser by more than rounding."""
+    logq = drafted.logq
+    return torch.minimum(teacher.logp, logq), logq < teacher.logp - 1e-6
+
+
+def _add_gradient(drafted: Drafted, share: Tensor, weight: float, gradient: Tensor) -> None:
+    """Of a value that falls by `share` [R, D] where log q rises by one."""
+    gradient.sub_(share, alpha=weight).addcmul_(drafted.q, share.sum(-1, keepdim=True), value=weight)
 
 
 def smooth_l1(state: Tensor, goal: Tensor) -> Tensor:
@@ -86,14 +124,107 @@ FEATURE_TERMS: dict[str, FeatureTerm] = {"smooth_l1": smooth_l1}
 NEEDS_TEACHER = TERMS.keys() - {"ce"}
 
 
-def mixed(
-    weights: dict[str, float], logits: Tensor, labels: Tensor, teacher: Taught | None, state: Tensor, goal: Tensor
-) -> Tensor:
-    """The weighted sum of terms, [R]. weights: the method's `objective`. state, goal [R, H]: for FEATURE_TERMS."""
-    total = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
-    for name, weight in weights.items():
-        if name in FEATURE_TERMS:
-            total = total + weight * FEATURE_TERMS[name](state.float(), goal.float())
-        else:
-            total = total + weight * TERMS[name](logits, labels, teacher)
+def mixed_features(weights: dict[str, float], state: Tensor, goal: Tensor) -> Tensor:
+    """The weighted sum of the terms on states, [R]; state, goal [R, H]."""
+    total = torch.zeros(len(state), dtype=torch.float32, device=state.device)
+    for name in FEATURE_TERMS.keys() & weights.keys():
+        total = total + weights[name] * FEATURE_TERMS[name](state.float(), goal.float())
     return total
+
+
+def learn(
+    weights: dict[str, float], logits: Sequence[Tensor], labels: Tensor, there: Tensor, teacher: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The weighted terms on the logits of each depth, summed over rows, and how often the likeliest token was right.
+
+    Args:
+        weights: the method's `objective`.
+        logits: of the K depths, [R, D] each. labels: [R] draft ids. there: [K, R] bool, the rows that count.
+        teacher: [R, D] the target's logits, for NEEDS_TEACHER.
+
+    Returns:
+        loss [K] float32, whose gradient can be taken once; right [K] int64.
+    """
+    loss, right = _ByBlocks.apply(weights, labels, there, teacher, *logits)
+    return loss, right
+
+
+BLOCK = 1 << 18  # elements: a megabyte of float32, so that on a CPU what is computed of a block stays in a core's cache
+
+
+class _ByBlocks(torch.autograd.Function):
+    """Terms and their gradients, one block of rows after the other, all in the forward pass; the backward multiplies.
+
+    Float32 are a few blocks; whole are only logits and their gradients, in the logits' own dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: dict[str, float], labels: Tensor, there: Tensor, teacher: Tensor | None, *logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows, vocab = logits[0].shape
+        size = min(rows, max(1, BLOCK // vocab)) if labels.device.type == "cpu" else rows
+        room = _room(size, vocab, labels.device)
+        gradients = [torch.empty_like(part) for part in logits]
+        loss = torch.zeros(len(logits), dtype=torch.float32, device=labels.device)
+        right = torch.zeros_like(loss, dtype=torch.long)
+        for start in range(0, rows, max(1, size)):
+            block = slice(start, start + size)
+            label, taught = labels[block], None if teacher is None else Taught.of(teacher[block])
+            for k, (part, gradient) in enumerate(zip(logits, gradients, strict=True)):
+                mask = there[k, block]
+                value, found = scored(weights, part[block], label, taught, room)
+                gradient[block] = found.mul_(mask[:, None])
+                loss[k] += (value * mask).sum()
+                right[k] += _right(part[block], label, mask)
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(right)
+        ctx.spent = False
+        return loss, right
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        if ctx.spent:
+            raise RuntimeError("the gradient of learn() can be taken once")
+        ctx.spent = True
+        gradients = ctx.saved_tensors
+        for gradient, factor in zip(gradients, upstream, strict=True):
+            gradient.mul_(factor)
+        return None, None, None, None, *gradients
+
+
+def _room(rows: int, vocab: int, device: torch.device) -> list[Tensor]:
+    """Four times [rows, vocab]: memory that is new in every block costs more than what is computed in it."""
+    return [torch.empty(rows, vocab, dtype=torch.float32, device=device) for _ in range(4)]
+
+
+def scored(
+    weights: dict[str, float],
+    logits: Tensor,
+    labels: Tensor,
+    teacher: Taught | None,
+    room: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum of the terms on logits [R, D], for each row [R], and its gradient in them [R, D]; float32.
+
+    room: what `_room` gives, to compute in; the gradient lies there too.
+    """
+    own, q, spare, gradient = (
+        part[: len(logits)] for part in room or _room(len(logits), logits.shape[1], logits.device)
+    )
+    own.copy_(logits)
+    own.sub_(own.amax(-1, keepdim=True))
+    z = torch.exp(own, out=q).sum(-1, keepdim=True)
+    drafted = Drafted(own, z.log(), q.div_(z), spare)
+    gradient.zero_()
+    value = torch.zeros_like(z[:, 0])
+    for name in TERMS.keys() & weights.keys():
+        value += weights[name] * TERMS[name](drafted, labels, teacher, weights[name], gradient)
+    return value, gradient
+
+
+def _right(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """How many rows of the mask have their label as argmax; of equal logits the first id is drafted."""
+    # most labels are not the highest, which is found much sooner than where it stands
+    maybe = ((logits.gather(1, labels[:, None]) == logits.amax(-1, keepdim=True))[:, 0] & mask).nonzero()[:, 0]
+    return (logits[maybe].max(-1).indices == labels[maybe]).sum()

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.data.batch import Batch
 from paceline.models.drafter import Context, Drafter
 from paceline.models.streams import ChainKeys
-from paceline.train.objective import NEEDS_TEACHER, Taught, mixed
+from paceline.train.objective import NEEDS_TEACHER, learn, mixed_features
 
 # [R, H] post-norm states of the target -> its logits [R, D] over the draft vocabulary
 Teacher = Callable[[Tensor], Tensor]
@@ -88,20 +88,17 @@ class TrainStep(nn.Module):
         self, rows: Tensor, states: list[Tensor], labels: Tensor, there: Tensor, last: Tensor, teacher: Teacher
     ) -> tuple[Tensor, Tensor]:
         """rows [R]: flat indices of predicted tokens -> loss [K] and right [K] of them; the teacher is asked once."""
-        target = None
+        goal, taught = last[rows - 1], None
         if NEEDS_TEACHER & self.objective.keys():
             with torch.no_grad():  # the target at t+1+k has the distribution of the token at t+2+k
-                target = Taught.of(teacher(last[rows - 1])[:, : self.known])
-        losses, rights = [], []
-        for k, state in enumerate(states):
-            drafted = state[(rows - 2 - k).clamp(min=0)]
-            logits = self.drafter.head(drafted, k)[:, : self.known]
-            mask = there[k][rows]
-            # the state that stands for the target's own at t+1+k, as the teacher's logits are read there
-            loss = mixed(self.objective, logits, labels[rows], target, drafted, last[rows - 1])
-            losses.append((loss * mask).sum())
-            rights.append(((logits.max(-1).indices == labels[rows]) & mask).sum())
-        return torch.stack(losses), torch.stack(rights)
+                taught = teacher(goal)[:, : self.known]
+        mask = there[:, rows]
+        drafted = [state[(rows - 2 - k).clamp(min=0)] for k, state in enumerate(states)]
+        logits = [self.drafter.head(state, k)[:, : self.known] for k, state in enumerate(drafted)]
+        loss, right = learn(self.objective, logits, labels[rows], mask, taught)
+        # the state that stands for the target's own at t+1+k, as the teacher's logits are read there
+        apart = [(mixed_features(self.objective, state, goal) * mask[k]).sum() for k, state in enumerate(drafted)]
+        return loss + torch.stack(apart), right
 
 
 def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int) -> list[Tensor]:
