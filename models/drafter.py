@@ -38,6 +38,8 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     # options that say how a drafter is trained, not what it is made of
     TRAINING: ClassVar[frozenset[str]] = frozenset({"unroll", "objective", "decay", "init_from"})
+    # options that foreign checkpoints do not state: where one is set, it is taken instead of the format's usual
+    CONVENTIONS: ClassVar[frozenset[str]] = frozenset()
 
     name: str
     unroll: PositiveInt | None = None

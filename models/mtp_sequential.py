@@ -11,7 +11,7 @@ Parameter names are those of DeepSeek's checkpoints: layers.{L + k}.*, L the tar
 loss: `Context.memory` says what is seen.
 """
 
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import PositiveInt, model_validator
@@ -38,26 +38,45 @@ class SequentialOptions(LayeredOptions):
     the norm.
 
     position_offset: added to a row's position. zero_first: the embedding at position 0 counts as 0, as engines have it.
+    None is 1, raw, 0 and false, or what an imported checkpoint has.
     """
 
+    CONVENTIONS = frozenset({"taps", "hand_on", "position_offset", "zero_first"})
+    USUAL: ClassVar[dict[str, Any]] = {"modules": 1, "hand_on": "raw", "position_offset": 0, "zero_first": False}
+
     taps: tuple[int, ...] | None = None
-    modules: PositiveInt = 1
-    hand_on: Literal["raw", "normed"] = "raw"
-    position_offset: int = 0
-    zero_first: bool = False
+    modules: PositiveInt | None = None
+    hand_on: Literal["raw", "normed"] | None = None
+    position_offset: int | None = None
+    zero_first: bool | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.unroll is not None and self.unroll < self.modules:
-            raise Refusal(
-                f"method.unroll: {self.unroll} leaves modules untrained; nearest: method.modules={self.unroll}"
-            )
+        self._check_all_trained()
         if self.taps is not None and len(self.taps) != 1:
             raise Refusal(f"method.taps: {list(self.taps)}, but MTP reads one hidden state; nearest: [-1]")
         return self
 
+    def _check_all_trained(self) -> None:
+        if self.unroll is not None and self.modules is not None and self.unroll < self.modules:
+            raise Refusal(
+                f"method.unroll: {self.unroll} leaves modules untrained, there are {self.modules}; "
+                f"nearest: method.unroll={self.modules}"
+            )
+
     def usual_taps(self, layers: int) -> tuple[int, ...]:
-        return (layers,) if self.hand_on == "raw" else (-1,)
+        return (-1,) if self.hand_on == "normed" else (layers,)
+
+    def fitted(self, target: Target) -> Self:
+        usual = {name: value for name, value in self.USUAL.items() if getattr(self, name) is None}
+        return super().fitted(target).model_copy(update=usual)
+
+    def settled(self) -> dict[str, Any]:
+        return super().settled() | {name: getattr(self, name) for name in self.USUAL}
+
+    def check_settled(self) -> None:
+        super().check_settled()
+        self._check_all_trained()
 
 
 class MtpModule(DecoderLayer):
@@ -83,24 +102,24 @@ class SequentialMtp(Drafter):
 
     def __init__(self, options: SequentialOptions, shape: Shape, vocab_map: Tensor | None = None):
         super().__init__(options, shape)
-        self.position_offset = options.position_offset
-        modules = [MtpModule(shape.hidden, options.layer) for _ in range(options.modules)]
+        self.position_offset = options.position_offset or 0
+        modules = [MtpModule(shape.hidden, options.layer) for _ in range(options.modules or 1)]
         self.layers = nn.ModuleDict({str(shape.layers + k): module for k, module in enumerate(modules)})
-        self._modules_by_depth = tuple(modules)
+        self._by_depth = tuple(modules)
         self.rotary = Rotary(*rope_frequencies(options.layer.rope or {}, options.layer.head_dim or 0))
         self.token_map: Tensor | None
         self.register_buffer("token_map", None if vocab_map is None else checked_map(vocab_map, shape.vocab))
 
     @property
     def unroll(self) -> int:
-        return self.options.unroll or self.options.modules
+        return self.options.unroll or len(self._by_depth)
 
     @property
     def vocab_map(self) -> Tensor | None:
         return self.token_map
 
     def stream(self, depth: int) -> int:
-        return min(depth, self.options.modules - 1)
+        return min(depth, len(self._by_depth) - 1)
 
     def memory(self, rows: int, room: int) -> StreamKeys:
         return StreamKeys(rows, room, self.stream)
@@ -111,11 +130,11 @@ class SequentialMtp(Drafter):
         embedded = self.borrowed.embed(tokens).to(feature.dtype)
         if self.options.zero_first:
             embedded = embedded.masked_fill((ctx.positions == 0)[..., None], 0)
-        module = self._modules_by_depth[self.stream(depth)]
+        module = self._by_depth[self.stream(depth)]
         angles = self.rotary(ctx.positions + self.position_offset, feature.dtype)
         out = module(module.joined(feature, embedded), angles, depth, ctx)
         state = module.shared_head["norm"](out)
-        return out if self.options.hand_on == "raw" else state, state
+        return state if self.options.hand_on == "normed" else out, state
 
     def head(self, state: Tensor, depth: int) -> Tensor:
         return self.head_of_target(state)
@@ -129,7 +148,7 @@ class SequentialMtp(Drafter):
         """
         if self.options.start == "random":
             return
-        for module in self._modules_by_depth:
+        for module in self._by_depth:
             module.shared_head["norm"].load_state_dict({"weight": target.final_norm()})
             module.eh_proj.weight.copy_(torch.eye(self.shape.hidden, 2 * self.shape.hidden).roll(self.shape.hidden, 1))
             if self.options.start == "target":

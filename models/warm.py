@@ -11,10 +11,11 @@ from pydantic import BaseModel
 from paceline.models.drafter import Drafter, Options, build, options
 from paceline.models.errors import Refusal
 from paceline.models.export import describe, load_export
-from paceline.models.formats import eagle
+from paceline.models.formats import eagle, mtp
 from paceline.models.target import Target
 
 INIT = "method.init_from"
+FORMATS = (mtp, eagle)  # of others; the first that recognises a folder reads it
 
 
 def warm_start(asked: Options, target: Target) -> tuple[Drafter, float | None]:
@@ -23,18 +24,22 @@ def warm_start(asked: Options, target: Target) -> tuple[Drafter, float | None]:
     Returns it with the share of supervised tokens that its vocabulary held where it was trained, None if not known.
 
     Raises:
-        Refusal: an option contradicts what it is made of, or the reasons of load_export and of formats.eagle.load.
+        Refusal: an option contradicts what it is made of, or the reasons of load_export and of `load` in formats/.
     """
     assert asked.init_from is not None
-    coverage = None
-    if eagle.recognised(asked.init_from):
-        known = eagle.load(asked.init_from, target, INIT)
+    coverage, chosen = None, set(asked.TRAINING)
+    theirs = _format(asked.init_from)
+    if theirs is not None:
+        known = theirs.load(asked.init_from, target, INIT)
+        chosen |= {name for name in asked.CONVENTIONS if getattr(asked, name) is not None}
     else:
         known, about = load_export(asked.init_from, target, "float32", INIT)
         coverage = about.get("vocabulary_coverage")
+    if asked.name == known.options.name:
+        known.options = known.options.model_copy(update={name: getattr(asked, name) for name in chosen})
     _check_made_alike(asked, known.options)
-    opts = known.options.model_copy(update={name: getattr(asked, name) for name in asked.TRAINING})
-    drafter = build(opts, known.shape, known.vocab_map)
+    known.options.check_settled()
+    drafter = build(known.options, known.shape, known.vocab_map)
     drafter.load_state_dict(known.state_dict())
     return drafter, coverage
 
@@ -44,9 +49,14 @@ def check_start(asked: Options) -> None:
 
     Needs no target: what has to be held against one is left to `warm_start`.
     """
-    if asked.init_from is not None and not eagle.recognised(asked.init_from):
+    if asked.init_from is not None and _format(asked.init_from) is None:
         about = describe(asked.init_from, INIT)
         _check_made_alike(asked, options(about["method"]["name"]).model_validate(about["method"]), settled=False)
+
+
+def _format(folder: str) -> Any:
+    """The module of formats/ that reads this folder, None for none of them."""
+    return next((one for one in FORMATS if one.recognised(folder)), None)
 
 
 def _check_made_alike(asked: Options, known: Options, settled: bool = True) -> None:

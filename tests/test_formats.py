@@ -12,14 +12,18 @@ from runs import checkpoint_of_target, config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.data.batch import Batch
 from paceline.models.drafter import Context, Drafter, Shape, build
 from paceline.models.eagle import EagleOptions
 from paceline.models.errors import Refusal
 from paceline.models.export import save_export
-from paceline.models.formats import eagle
+from paceline.models.formats import eagle, mtp
+from paceline.models.mtp_sequential import SequentialMtp, SequentialOptions
 from paceline.models.streams import TreeKeys
 from paceline.models.target import Target
 from paceline.models.warm import warm_start
+from paceline.train.loop import fit
+from paceline.train.step import unrolled
 
 VOCABULARY = torch.tensor([0, 2, 3, 7, 11, 30, 31, 63])
 
@@ -170,3 +174,159 @@ def test_the_entry_takes_one(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "official", served, drafter_of(served, False))
     words = ["method=hass", "method.draft_vocab=null", "method.fc_bias=true", f"method.init_from={folder}"]
     assert config(tmp_path, tmp_path / "target", *words, program="eagle").method.init_from == str(folder)
+
+
+# ---------------------------------------------------------------- MTP modules
+
+
+def modules_of(target: Target, mimo: bool = False, **more: Any) -> SequentialMtp:
+    """Two modules with random weights, read as the family's engines read them."""
+    options = SequentialOptions(
+        name="mtp_sequential",
+        modules=2,
+        taps=(target.layers if mimo else -1,),
+        zero_first=True,
+        layer={"rope": {"rope_type": "default", "rope_theta": 10_000.0}},
+        **more,
+    )
+    drafter = build(options.fitted(target), Shape.of(target)).eval()
+    drafter.borrow(target)
+    assert isinstance(drafter, SequentialMtp)
+    for parameter in drafter.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return drafter
+
+
+def released(folder: Path, target: Target, drafter: SequentialMtp, mimo: bool = False, shards: bool = True) -> Path:
+    """The modules as a released checkpoint has them: with its trunk, and in shards, or beside nothing in one file."""
+    tensors = {}
+    for name, tensor in drafter.state_dict().items():
+        _, number, rest = name.split(".", 2)
+        if mimo:
+            for theirs, ours in (
+                ("token_layernorm", "enorm"),
+                ("hidden_layernorm", "hnorm"),
+                ("input_proj", "eh_proj"),
+                ("final_layernorm", "shared_head.norm"),
+            ):
+                rest = theirs + rest.removeprefix(ours) if rest.startswith(ours) else rest
+            if rest == "input_proj.weight":  # [state, embedding]
+                tensor = torch.cat([tensor[:, target.hidden :], tensor[:, : target.hidden]], 1)
+            tensors[f"model.mtp_layers.{int(number) - target.layers}.{rest}"] = tensor
+        else:
+            tensors[f"model.layers.{number}.{rest}"] = tensor
+            tensors[f"model.layers.{number}.embed_tokens.weight"] = target.model.get_input_embeddings().weight
+            tensors[f"model.layers.{number}.shared_head.head.weight"] = target.head.weight
+    layer = drafter.options.layer
+    about = {
+        "model_type": "mimo" if mimo else "glm4_moe",
+        "num_hidden_layers": target.layers,
+        "num_nextn_predict_layers": 2,
+        "hidden_size": target.hidden,
+        "num_attention_heads": layer.heads,
+        "num_key_value_heads": layer.kv_heads,
+        "intermediate_size": layer.intermediate,
+        "rms_norm_eps": layer.eps,
+        "hidden_act": "silu",
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(about))
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+    if not shards:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    tensors |= {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    files = {name: f"model-{index % 2 + 1}-of-2.safetensors" for index, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+def chain_logits(drafter: Drafter, target: Target) -> list[Tensor]:
+    ids = torch.arange(12)[None]
+    batch = Batch(ids, ids, torch.zeros_like(ids), ids >= 0)
+    with torch.no_grad():
+        states = unrolled(drafter, batch, target(ids, drafter.taps)[0], 3)
+        return [drafter.head(state, k) for k, state in enumerate(states)]
+
+
+@pytest.mark.parametrize("shards", [True, False], ids=["in shards", "alone"])
+@pytest.mark.parametrize("mimo", [False, True], ids=["deepseek", "mimo"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])  # as they come; MiMo's biases; GLM's normed q and k
+def test_released_modules_draft_what_they_did(family: str, mimo: bool, shards: bool, tmp_path: Path) -> None:
+    target = target_of(family)
+    ours = modules_of(target, mimo)
+    folder = released(tmp_path / "released", target, ours, mimo, shards)
+    assert mtp.recognised(folder) and not mtp.recognised(tmp_path)
+    read = mtp.load(folder, target)
+    assert read.options == ours.options
+    for theirs, mine in zip(chain_logits(read, target), chain_logits(ours, target), strict=True):
+        assert theirs.equal(mine)
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "missing": (lambda t: t.pop("model.layers.4.hnorm.weight"), "tensor layers.4.hnorm.weight is missing"),
+    "extra": (lambda t: t.update({"model.layers.3.gain": torch.ones(1)}), "tensor layers.3.gain belongs to no part"),
+    "misshapen": (
+        lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(32, 32)}),
+        "tensor layers.3.eh_proj.weight has shape [32, 32], expected [32, 64]",
+    ),
+    "latent": (
+        lambda t: t.update({"model.layers.3.self_attn.kv_a_proj_with_mqa.weight": torch.ones(2, 2)}),
+        "model.layers.3.self_attn.kv_a_proj_with_mqa.weight is part of latent attention (MLA)",
+    ),
+    "experts": (
+        lambda t: t.update({"model.layers.4.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}),
+        "model.layers.4.mlp.experts.0.up_proj.weight is part of a mixture of experts",
+    ),
+    "other embedding": (
+        lambda t: t["model.layers.3.embed_tokens.weight"].add_(1),
+        "embed_tokens.weight [64, 32] is not the target's",
+    ),
+    "a module left out": (
+        lambda t: [t.pop(name) for name in list(t) if name.startswith("model.layers.3.")],
+        "module 0 is missing, it has 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_modules_that_cannot_be_read_are_refused_by_name(damage: str, tmp_path: Path) -> None:
+    target = target_of("llama")
+    folder = released(tmp_path / "released", target, modules_of(target), shards=False)
+    tensors = load_file(folder / "model.safetensors")
+    change, says = DAMAGES[damage]
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(Refusal) as refusal:
+        mtp.load(folder, target, "method.init_from")
+    assert str(refusal.value).startswith(f"method.init_from={folder}: ") and says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_released_modules_are_trained_on_and_a_convention_that_is_set_is_theirs(tmp_path: Path) -> None:
+    where = checkpoint_of_target(tmp_path / "target")
+    target = Target.load(str(where), "float32", vocab=259)
+    folder = released(tmp_path / "released", target, modules_of(target))
+
+    def begun(*more: str) -> Drafter:
+        words = ("method=mtp_sequential", f"method.init_from={folder}", "method.draft_vocab=null", *more)
+        return warm_start(config(tmp_path, where, *words, program="mtp").method, target)[0]
+
+    usual, said = begun(), begun("method.hand_on=normed", "method.position_offset=1", "method.taps=[2]")
+    assert (usual.options.hand_on, usual.options.position_offset, usual.taps, usual.unroll) == ("raw", 0, (-1,), 3)
+    assert (said.options.hand_on, said.options.position_offset, said.taps) == ("normed", 1, (2,))
+    assert all(parameter.requires_grad for parameter in usual.parameters())
+    with pytest.raises(Refusal, match=r"method\.unroll: 1 leaves modules untrained, .* nearest: method\.unroll=2"):
+        begun("method.unroll=1")
+    with pytest.raises(Refusal, match=r"method\.modules: 1, but .*nearest: method\.modules=2"):
+        begun("method.modules=1")
+    with pytest.raises(Refusal, match=r"method\.name: eagle, but .*nearest: method=mtp_sequential"):
+        words = f"method.init_from={folder}", "method.draft_vocab=null"
+        warm_start(config(tmp_path, where, *words, program="eagle").method, target)
+    words = "method=mtp_sequential", f"method.init_from={folder}", "method.draft_vocab=null", "train.lr=1e-3"
+    fit(config(tmp_path, where, *words, program="mtp"))
+    exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert exported.keys() == usual.state_dict().keys()
+    assert not any(exported[name].equal(tensor) for name, tensor in usual.state_dict().items())

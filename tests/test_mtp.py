@@ -272,7 +272,7 @@ def test_fresh_weights_say_what_the_target_says(family: str, beginning: str) -> 
 
 def test_what_a_method_cannot_be_is_refused_by_name() -> None:
     for name, wrong, says in (
-        ("mtp_sequential", {"modules": 3, "unroll": 2}, r"method\.unroll: 2 .*nearest: method\.modules=2"),
+        ("mtp_sequential", {"modules": 3, "unroll": 2}, r"method\.unroll: 2 .*nearest: method\.unroll=3"),
         ("mtp_sequential", {"taps": (0, 1)}, r"method\.taps: \[0, 1\]"),
         ("mtp", {"taps": (0, 1)}, r"method\.taps: \[0, 1\]"),
         ("mtp", {"heads": 3, "unroll": 2}, r"method\.unroll: 2 .*nearest: method\.heads=2"),

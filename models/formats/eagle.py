@@ -7,7 +7,6 @@ Reads. Knows names and conventions of that layout; what the drafter does with th
     both       embed_tokens.weight, a copy of the target's
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.eagle import EagleOptions, default_taps
 from paceline.models.errors import Refusal
 from paceline.models.export import load_tensors
+from paceline.models.formats.common import config_of, layer_of, without_copy
 from paceline.models.target import Target
 
 FILES = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
-OFFICIAL_THETA = 10_000.0  # what the official code computes with where config.json has none
 
 
 def recognised(folder: str | Path) -> bool:
@@ -40,13 +39,10 @@ def load(folder: str | Path, target: Target, option: str = "drafter") -> Drafter
         Refusal: what is missing, left over, misshapen or damaged, by name; a drafter for a target of another width.
     """
     folder, where = Path(folder), f"{option}={folder}"
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise Refusal(f"{where}: config.json cannot be read ({error})") from error
+    config = config_of(folder, where)
     tensors = {name.removeprefix("model."): tensor for name, tensor in _tensors(folder, where).items()}
     wide = any(name.endswith("hidden_norm.weight") for name in tensors)
-    _without_embedding(tensors, target, where)
+    without_copy(tensors, "embed_tokens.weight", target.model.get_input_embeddings().weight, where)
     vocab_map = _vocabulary(tensors, target, where)
     options = _options(config, tensors, target, wide, vocab_map, where)
     ours, theirs = ("midlayer.", "layers.0.") if wide else ("layers.0.", "midlayer.")
@@ -71,16 +67,6 @@ def _tensors(folder: Path, where: str) -> dict[str, Tensor]:
         raise Refusal(f"{where}: {file.name} cannot be read ({str(error).splitlines()[0]})") from error
 
 
-def _without_embedding(tensors: dict[str, Tensor], target: Target, where: str) -> None:
-    """The embedding is borrowed from the target: a copy of it is left out, another one could not be."""
-    theirs = tensors.pop("embed_tokens.weight", None)
-    own = target.model.get_input_embeddings().weight
-    if theirs is not None and (theirs.shape != own.shape or not torch.allclose(theirs.to(own), own, atol=1e-2)):
-        raise Refusal(
-            f"{where}: embed_tokens.weight {list(theirs.shape)} is not the target's: a drafter for another one"
-        )
-
-
 def _vocabulary(tensors: dict[str, Tensor], target: Target, where: str) -> Tensor | None:
     offsets, known = tensors.get("d2t"), tensors.get("t2d")
     if offsets is None:
@@ -102,29 +88,8 @@ def _vocabulary(tensors: dict[str, Tensor], target: Target, where: str) -> Tenso
 def _options(
     config: dict[str, Any], tensors: dict[str, Tensor], target: Target, wide: bool, vocab_map: Tensor | None, where: str
 ) -> EagleOptions:
-    names = {name.removeprefix("midlayer.").removeprefix("layers.0.") for name in tensors}
-    try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        query = next(tensor for name, tensor in tensors.items() if name.endswith("self_attn.q_proj.weight"))
-        layer = {
-            "heads": heads,
-            "kv_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": len(query) // heads,
-            "intermediate": config["intermediate_size"],
-            "activation": config.get("hidden_act", "silu"),
-            "eps": config.get("rms_norm_eps", 1e-6),
-            "rope": {"rope_type": "default", "rope_theta": config.get("rope_theta") or OFFICIAL_THETA}
-            | _scaling(config.get("rope_scaling"))
-            | (config.get("rope_parameters") or {}),
-            "qk_norm": "self_attn.q_norm.weight" in names,
-            "qkv_bias": "self_attn.q_proj.bias" in names,
-            "out_bias": "self_attn.o_proj.bias" in names,
-            "mlp_bias": "mlp.down_proj.bias" in names,
-        }
-    except (KeyError, StopIteration) as error:
-        raise Refusal(f"{where}: neither EAGLE nor EAGLE-3, it has no {error or 'self_attn.q_proj.weight'}") from error
-    if hidden != target.hidden:
-        raise Refusal(f"{where}: made for a target of width {hidden}, this one has {target.hidden}")
+    names = {name.removeprefix("midlayer.").removeprefix("layers.0."): tensor for name, tensor in tensors.items()}
+    layer = layer_of(config, names, target, where, "neither EAGLE nor EAGLE-3")
     for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         if config.get(flag):
             raise Refusal(f"{where}: {flag} is set in config.json, which this drafter does not do")
@@ -137,15 +102,6 @@ def _options(
         fc_bias="fc.bias" in names,
         layer=layer,
     )
-
-
-def _scaling(scaling: dict[str, Any] | None) -> dict[str, Any]:
-    """Before transformers 5 the kind was called `type`, too."""
-    if not scaling:
-        return {}
-    return {"rope_type": scaling.get("rope_type") or scaling.get("type")} | {
-        key: value for key, value in scaling.items() if key not in ("type", "rope_type")
-    }
 
 
 def _taps(config: dict[str, Any], target: Target) -> tuple[int, ...]:
