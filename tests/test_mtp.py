@@ -333,7 +333,7 @@ def test_an_oracle_of_the_methods_own_weights_loses_nothing_at_any_depth(name: s
 def test_each_head_is_averaged_over_its_own_labels(
     run: str, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(objective.TERMS, "ce", lambda logits, labels, teacher: 0 * logits[:, 0] + 1)
+    monkeypatch.setitem(objective.TERMS, "ce", lambda drafted, labels, *_: torch.ones(len(labels)))
     minimised: list[float] = []
     backward = Accelerator.backward
 
