@@ -37,8 +37,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.data.batch import Batch
-from paceline.data.conversations import load_tokenizer, stop_ids
+from paceline.data.batch import Batch, pack
+from paceline.data.conversations import Example, load_tokenizer, stop_ids
 from paceline.decode import Decoder, DynamicShape, Sampler, StaticShape, chain, grow
 from paceline.models.drafter import Context, Drafter, Options, Shape, build
 from paceline.models.eagle import Eagle, EagleOptions, default_taps
@@ -459,6 +459,33 @@ def test_a_start_that_does_not_fit_is_refused_by_name() -> None:
             eagle(target, "eagle3", start="target", start_layer=layer)
     third = eagle(target, "eagle3", start="target", start_layer=0)
     assert third.midlayer.mlp.up_proj.weight.equal(target.blocks[0].mlp.up_proj.weight)
+
+
+@any_method
+def test_the_unroll_compiles_whole_once_for_all_widths_and_gives_the_same_gradients(method: str) -> None:
+    target = target_of("llama")
+    drafter = eagle(target, method, spread=0.1).train()
+    torch._dynamo.reset()
+    seen: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        seen.append(len(inputs))
+        return graph.forward
+
+    compiled = torch.compile(unrolled, dynamic=True, fullgraph=True, backend=counting)
+    for lengths in ([6, 9, 13], [8, 8, 7, 3], [20, 2, 5]):
+        batch = pack([Example(torch.tensor(words), torch.ones(len(words)).bool()) for words in texts(lengths)], 20)
+        hidden, _ = states_of(target, drafter, batch)
+        found = []
+        for run in (unrolled, compiled):
+            states = run(drafter, batch, hidden, drafter.unroll)
+            sum(state.square().mean() for state in states).backward()
+            found.append([*states, *(p.grad for p in drafter.parameters() if p.grad is not None)])
+            drafter.zero_grad()
+        assert len(found[0]) == len(found[1]) > drafter.unroll
+        for eager, fused in zip(*found, strict=True):
+            torch.testing.assert_close(fused, eager, rtol=1e-4, atol=1e-6)
+    assert len(seen) == 1
 
 
 @any_method

@@ -379,3 +379,15 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(tmp_path: Path, target_folde
         fit(config(tmp_path, target_folder, "target.device=cuda:1"))
     with pytest.raises(Refusal, match="dtype=float16 needs a CUDA GPU"):
         fit(load("medusa", "dtype=float16", "target=tiny"))
+
+
+def test_compiling_without_a_compiler_is_refused_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, found = torch.device("cpu"), set[str]()
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(loop.shutil, "which", lambda name: name if name in found else None)
+    wishes = {wish: SimpleNamespace(train=SimpleNamespace(compile=wish)) for wish in (False, True, "auto")}
+    assert [loop._compiles(wishes[wish], cpu) for wish in (False, "auto")] == [False, False]
+    with pytest.raises(Refusal, match=r"train.compile=true needs a compiler, .* no g\+\+; nearest: train.compile=auto"):
+        loop._compiles(wishes[True], cpu)
+    found.add("clang++")
+    assert [loop._compiles(wish, cpu) for wish in wishes.values()] == [False, True, True]

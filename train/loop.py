@@ -5,6 +5,8 @@ Owns the run: its folder, its order of steps, what is kept. Knows no method: a d
 
 import atexit
 import math
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -58,6 +60,8 @@ def fit(cfg: Any) -> None:
     drafter.to(accelerator.device).borrow(target)
     step = TrainStep(drafter, cfg.train.chunk, target.vocab)
     teacher = target.head.rows(drafter.vocab_map)
+    if _compiles(cfg, accelerator.device):
+        step.fuse()
     trained, optimizer = accelerator.prepare(step, optimizer)
     yardstick = Yardstick(cfg, target, tokenizer, data) if accelerator.is_main_process else None
     with record.running(begun, total, drafter, target, data):
@@ -93,6 +97,19 @@ def _accelerator(cfg: Any) -> Accelerator:
         torch.cuda.set_device(int(index))
     precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[cfg.dtype]
     return Accelerator(cpu=cpu, mixed_precision=precision)
+
+
+def _compiles(cfg: Any, device: torch.device) -> bool:
+    """Whether the unroll is compiled. Refusal: it is to be, and there is nothing to compile with."""
+    if not cfg.train.compile:
+        return False
+    names = (
+        [os.environ.get("CXX"), "g++", "clang++"] if device.type == "cpu" else [os.environ.get("CC"), "gcc", "clang"]
+    )
+    able = any(shutil.which(name) for name in names if name)
+    if cfg.train.compile is True and not able:
+        raise Refusal(f"train.compile=true needs a compiler, and there is no {names[1]}; nearest: train.compile=auto")
+    return able
 
 
 def _data(cfg: Any, tokenizer: Any) -> Dataset:

@@ -57,6 +57,13 @@ class TrainStep(nn.Module):
         self.known = draftable(drafter, vocab)
         self.objective = drafter.options.objective
         self.depths = drafter.unroll
+        self._unrolled = unrolled
+
+    def fuse(self) -> None:
+        """Compile the unroll: a minute or two in the first steps, then fewer passes over memory in all others."""
+        # the unroll is one graph: cutting it where gradients are exchanged gains little, and torch 2.13 fails at it
+        torch._dynamo.config.optimize_ddp = False
+        self._unrolled = torch.compile(unrolled, dynamic=True)
 
     def counts(self, batch: Batch) -> Counts:
         """What the sums of this batch have to be divided by, before any forward."""
@@ -66,7 +73,7 @@ class TrainStep(nn.Module):
 
     def forward(self, batch: Batch, hidden: Tensor, last: Tensor, teacher: Teacher) -> Sums:
         """hidden [B, T, taps * H] and last [B, T, H] come from the target and carry no gradient."""
-        states = [state.flatten(0, 1) for state in unrolled(self.drafter, batch, hidden, self.depths)]
+        states = [state.flatten(0, 1) for state in self._unrolled(self.drafter, batch, hidden, self.depths)]
         labels, covered = draft_labels(self.drafter, batch.ids)
         # [K, B * T], at the predicted token
         there = torch.stack([predicted(batch, k) & covered for k in range(self.depths)]).flatten(1)
