@@ -51,6 +51,10 @@ class ChainKeys:
             return F.scaled_dot_product_attention(queries, keys, values, visible[:, None], enable_gqa=True)
         return _with_own_chain(queries, written, visible)
 
+    def open(self, ctx: Context, rows: int) -> tuple[None, Tensor]:
+        """As `TreeKeys.open`: nothing is kept, and the rows of depth 0 see their document up to themselves."""
+        return None, self._visible(0)
+
     def _visible(self, first: int) -> Tensor:
         """[B, T, T] bool: of the rows written at the stream's first depth, those that the query at t may look at.
 
@@ -95,34 +99,41 @@ class TreeKeys:
         self._visible = torch.empty(0)
 
     def attend(self, ctx: Context, depth: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if self._cache is None:
-            self._cache = Cache(self._rows, self._room, keys.device)
         if layer == 0:
-            self._open(self._cache, keys.shape[2], ctx.count, ctx.parents)
+            self.open(ctx, keys.shape[2])
+        assert self._cache is not None
         seen = self._cache.update(keys, values, layer)
-        return F.scaled_dot_product_attention(queries, *seen, self._visible, enable_gqa=True)
+        return F.scaled_dot_product_attention(queries, *seen, self._visible[:, None], enable_gqa=True)
 
-    def _open(self, cache: Cache, nodes: int, count: Tensor, parents: Tensor | None) -> None:
-        """Reserve slots for a call, and settle what its rows may look at."""
+    def open(self, ctx: Context, rows: int) -> tuple[Cache, Tensor]:
+        """Reserve slots for a call of so many rows, which `attend` does itself, and settle what they may look at.
+
+        Returns, for a module that attends by itself, the cache it has to write into, layer by layer, and [B, N, reach]
+        bool, which of the slots that the cache then shows are visible to each row.
+        """
+        if self._cache is None:
+            self._cache = Cache(self._rows, self._room, ctx.count.device)
+        cache, count, parents = self._cache, ctx.count, ctx.parents
         self._commit(cache)
-        own = torch.eye(nodes, dtype=torch.bool, device=count.device).expand(len(count), -1, -1)
+        own = torch.eye(rows, dtype=torch.bool, device=count.device).expand(len(count), -1, -1)
         if parents is None:
             self._lineage, self._fresh = None, count
-            cache.place(nodes)
-            related = own.new_ones(nodes, nodes).tril().expand(len(count), -1, -1)
+            cache.place(rows)
+            related = own.new_ones(rows, rows).tril().expand(len(count), -1, -1)
         else:
             if self._lineage is None:  # children of the root, whose row is a verified one
                 self._lineage = own[:, :, :0]
             else:
                 self._lineage = self._lineage.gather(1, parents[..., None].expand(-1, -1, self._lineage.shape[2]))
-            cache.place(nodes, behind=self._lineage.shape[2])
+            cache.place(rows, behind=self._lineage.shape[2])
             self._lineage = related = torch.cat([self._lineage, own], 2)
         visible = cache.visible(related)
         if parents is None and self._lag > 1:
             place = torch.arange(visible.shape[2], device=count.device)
-            back = cache.length[:, None, None] + place[:nodes, None] - place
+            back = cache.length[:, None, None] + place[:rows, None] - place
             visible = visible & ((back >= self._lag) | (back == 0))
-        self._visible = visible[:, None]
+        self._visible = visible
+        return cache, visible
 
     def _commit(self, cache: Cache) -> None:
         if self._fresh is not None:

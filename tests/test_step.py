@@ -166,9 +166,9 @@ def test_only_the_states_before_a_supervised_token_learn_from_it() -> None:
 class Oracle(Drafter):
     """Knows what follows in the text 0, 1, 2, ...: at depth k, from what it reads there, x[t + 2 + k]."""
 
-    def __init__(self, reads: str) -> None:
+    def __init__(self, reads: str, first_row: int) -> None:
         super().__init__(Options(name="oracle", unroll=4, objective={"ce": 1.0}), Shape(1, 3, VOCAB))
-        self.reads = reads
+        self.reads, self.first_row = reads, first_row
 
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
         """[x0 x1 x2 x3]: at t = 0 and depth 1, feature' of x0, token x2, position 1; to be drafted is x3."""
@@ -179,13 +179,16 @@ class Oracle(Drafter):
         return 1e4 * F.one_hot(state[..., 0].long() % VOCAB, VOCAB).float()
 
 
-@pytest.mark.parametrize("reads", ["feature", "token", "position"])
-def test_an_oracle_loses_nothing_at_any_depth_and_much_where_the_text_is_shifted(reads: str) -> None:
+@pytest.mark.parametrize(
+    ("reads", "first_row"), [("feature", 0), ("token", 0), ("position", 0), ("token", -1), ("position", -1)]
+)
+def test_an_oracle_loses_nothing_at_any_depth_and_much_where_the_text_is_shifted(reads: str, first_row: int) -> None:
     text = torch.arange(10)[None]
     where = text.clone(), torch.zeros_like(text), torch.ones_like(text, dtype=torch.bool)
-    step = TrainStep(Oracle(reads))
+    step = TrainStep(Oracle(reads, first_row))
     counts = step.counts(Batch(text, *where))
-    assert counts.learnt.tolist() == counts.asked.tolist() == [8, 7, 6, 5]  # 10 - 2 - k
+    rows = [8 - first_row - k for k in range(4)]  # of 10 tokens: from t = first_row on, t + 2 + k is there
+    assert counts.learnt.tolist() == counts.asked.tolist() == rows
     for shift in (0, 1, -1):
         # who reads tokens is not fooled by the text, but by labels that are not the token after
         ids = text.roll(shift, 1) if reads != "token" else text * (1 + abs(shift))
@@ -193,7 +196,7 @@ def test_an_oracle_loses_nothing_at_any_depth_and_much_where_the_text_is_shifted
         sums = step(Batch(ids, *where), hidden, hidden, head_of_target())
         mean = sums.loss / counts.learnt
         assert (mean == 0).all() if shift == 0 else (mean > 1).all()
-        assert sums.right.tolist() == ([8, 7, 6, 5] if shift == 0 else [0] * 4)
+        assert sums.right.tolist() == (rows if shift == 0 else [0] * 4)
 
 
 @pytest.mark.parametrize("vocab_map", [None, DRAFTED], ids=["whole", "drafted"])

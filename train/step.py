@@ -68,7 +68,7 @@ class TrainStep(nn.Module):
     def counts(self, batch: Batch) -> Counts:
         """What the sums of this batch have to be divided by, before any forward."""
         _, covered = draft_labels(self.drafter, batch.ids)
-        asked = torch.stack([predicted(batch, k) for k in range(self.depths)])  # [K, B, T]
+        asked = torch.stack([predicted(batch, k, self.drafter.first_row) for k in range(self.depths)])  # [K, B, T]
         return Counts((asked & covered).flatten(1).sum(1), asked.flatten(1).sum(1))
 
     def forward(self, batch: Batch, hidden: Tensor, last: Tensor, teacher: Teacher) -> Sums:
@@ -76,7 +76,8 @@ class TrainStep(nn.Module):
         states = [state.flatten(0, 1) for state in self._unrolled(self.drafter, batch, hidden, self.depths)]
         labels, covered = draft_labels(self.drafter, batch.ids)
         # [K, B * T], at the predicted token
-        there = torch.stack([predicted(batch, k) & covered for k in range(self.depths)]).flatten(1)
+        first = self.drafter.first_row
+        there = torch.stack([predicted(batch, k, first) & covered for k in range(self.depths)]).flatten(1)
         # at least one chunk, if of no rows: then too every parameter gets a gradient, as DDP wants. The last is full
         chunks = there.any(0).nonzero()[:, 0].flip(0).split(self.chunk)[::-1]
         sums = Sums(hidden.new_zeros(self.depths, dtype=torch.float32), torch.zeros_like(there[:, 0], dtype=torch.long))
@@ -100,7 +101,8 @@ class TrainStep(nn.Module):
             with torch.no_grad():  # the target at t+1+k has the distribution of the token at t+2+k
                 taught = teacher(goal)[:, : self.known]
         mask = there[:, rows]
-        drafted = [state[(rows - 2 - k).clamp(min=0)] for k, state in enumerate(states)]
+        back = 2 + self.drafter.first_row  # from a token to the row that predicts it at depth 0
+        drafted = [state[(rows - back - k).clamp(min=0)] for k, state in enumerate(states)]
         logits = [self.drafter.head(state, k)[:, : self.known] for k, state in enumerate(drafted)]
         loss, right = learn(self.objective, logits, labels[rows], mask, taught)
         # the state that stands for the target's own at t+1+k, as the teacher's logits are read there
@@ -109,7 +111,14 @@ class TrainStep(nn.Module):
 
 
 def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int) -> list[Tensor]:
-    """The states [B, T, H] of depths 0..K-1, every position a chain of its own fed with the true text."""
+    """The states [B, T, H] of depths 0..K-1, every position a chain of its own fed with the true text.
+
+    Row j stands for t = j + first_row: with row -1, all rows lie one place further, and a document's first has no
+    feature. What lies beyond its end predicts nothing.
+    """
+    first = drafter.first_row
+    if first:
+        hidden = hidden.roll(1, 1).masked_fill((batch.positions == 0)[..., None], 0.0)
     everything = torch.full_like(batch.ids[:, 0], batch.ids.shape[1])
     keys = ChainKeys(batch.document, drafter.stream, drafter.reads_tokens)
     feature = drafter.read(hidden)
@@ -118,15 +127,15 @@ def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int) -> lis
         if k and drafter.detach:
             feature = feature.detach()
         # [x0 x1 x2 x3] -> k=0: [x1 x2 x3 x0], k=1: [x2 x3 x0 x1]; what wraps around predicts nothing that is supervised
-        ctx = Context(batch.positions + k, everything, keys)
-        feature, state = drafter.step(feature, batch.ids.roll(-1 - k, 1), k, ctx)
+        ctx = Context(batch.positions + first + k, everything, keys)
+        feature, state = drafter.step(feature, batch.ids.roll(-1 - first - k, 1), k, ctx)
         states.append(state)
     return states
 
 
-def predicted(batch: Batch, depth: int) -> Tensor:
-    """[B, T] bool, at the predicted token: supervised, and t = index - 2 - depth lies in the same document."""
-    reach = 2 + depth
+def predicted(batch: Batch, depth: int, first_row: int = 0) -> Tensor:
+    """[B, T] bool, at the predicted token: supervised, and row t = index - 2 - depth is one of the same document's."""
+    reach = 2 + depth + first_row
     same = batch.document == batch.document.roll(reach, 1)
     same[:, :reach] = False
     return batch.supervised & same & (batch.document >= 0)
@@ -167,7 +176,7 @@ def ranks(
         there = F.pad(predicted(batch, k).flatten(), (0, depths))[root + 1 + k]
         goal = torch.where(there, root + 1 + k, 0)
         column = []
-        for part, token in zip((root - 1).split(chunk), goal.split(chunk), strict=True):
+        for part, token in zip((root - 1 - drafter.first_row).split(chunk), goal.split(chunk), strict=True):
             logits = drafter.head(state.flatten(0, 1)[part], k)[:, :known].float()
             label = labels[token][:, None]
             score = logits.gather(1, label)
