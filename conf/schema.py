@@ -84,6 +84,14 @@ class Section(BaseModel):
         return yaml.safe_dump(self.plain(), sort_keys=False, allow_unicode=True)
 
 
+def folder_or_hub_id(option: str, path: str, info: ValidationInfo) -> str:
+    """The absolute path of a folder there is, or what may be a hub id as it is."""
+    local = absolute(path, info)
+    if os.path.exists(local) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
+        return existing(option, local)
+    return path
+
+
 class Target(Section):
     name: Literal["smollm2", "tiny", "hf", "export"]
     path: str | None
@@ -97,10 +105,8 @@ class Target(Section):
         if info.data.get("name") == "hf":
             if path is None:
                 raise Refusal("target.path: must be given with target=hf: a folder or a hub id")
-            local = absolute(path, info)
-            if os.path.exists(local) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
-                return existing("target.path", local)
-        elif path is not None:
+            return folder_or_hub_id("target.path", path, info)
+        if path is not None:
             raise Refusal(f"target.path: read only by target=hf, not by target={info.data.get('name')}")
         return path
 
@@ -270,6 +276,8 @@ def method_options(cls: type[Section], options: Any, info: ValidationInfo) -> An
         raise Refusal(f"{info.field_name}.name: no such method {name!r}; nearest: {nearest(name, methods())}")
     if options.get("init_from"):
         options = options | {"init_from": existing("method.init_from", absolute(options["init_from"], info))}
+    if options.get("model"):
+        options = options | {"model": folder_or_hub_id("method.model", str(options["model"]), info)}
     asked = options_of(name).model_validate(options)
     check_start(asked)
     return asked

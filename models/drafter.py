@@ -76,6 +76,9 @@ class Options(BaseModel):
         """Hidden states that are read of a target of so many layers where none are asked for."""
         return (-1,)
 
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raises Refusal where the method brings a model that reads text by another tokenizer than the target's."""
+
     def fitted(self, target: Target) -> Self:
         """These options with everything settled that follows the target unless set. Refusal: what it cannot follow."""
         taps = self.taps if self.taps is not None else self.usual_taps(target.layers)

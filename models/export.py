@@ -54,10 +54,10 @@ def save_export(drafter: Drafter, folder: str | Path, dtype: str, target: dict[s
         **about,
     }
     config = {
-        **drafter.engine_config(),
         "hidden_size": drafter.shape.hidden,
         "vocab_size": drafter.shape.vocab,
         "torch_dtype": dtype,
+        **drafter.engine_config(),
     }
     work = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(work, ignore_errors=True)  # what a killed writer left

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import math
 import os
 import shutil
@@ -175,9 +176,11 @@ class Head:
     def __call__(self, state: Tensor) -> Tensor:
         """[..., H] -> logits [..., V]."""
         if self.packed is not None:
-            logits = self.packed(state)
-        else:
-            logits = F.linear(state, self.weight.detach(), None if self.bias is None else self.bias.detach())
+            return self.finished(self.packed(state))
+        return self.finished(F.linear(state, self.weight.detach(), None if self.bias is None else self.bias.detach()))
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """What the model makes of its output matrix's own answer."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -191,6 +194,49 @@ class Head:
         weight, bias = self.weight[ids], None if self.bias is None else self.bias[ids]
         packed = None if self.packed is None else Packed(weight, bias)
         return Head(weight, bias, self.scale, self.softcap, packed)
+
+
+def head_of(model: Any) -> Head:
+    """The output head of a Hugging Face causal LM: of the output of its trunk, its logits."""
+    table, config = model.get_output_embeddings(), model.config.get_text_config()
+    scale = 1.0 / _number(config, "logits_scaling", 1.0) * _number(config, "logit_scale", 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    packed = table.forward if isinstance(table.forward, Packed) else None
+    return Head(table.weight, getattr(table, "bias", None), scale, softcap, packed)
+
+
+# ---------------------------------------------------------------- the trunk
+
+
+def trunk_of(model: Any) -> nn.Module:
+    """A Hugging Face causal LM without its output head, ready for `trunk_pass`.
+
+    Raises Refusal, by name, for one that cannot forget drafts or is not told where a token stands.
+    """
+    config = model.config.get_text_config()
+    body = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
+    if body is None:
+        raise Refusal(f"target: {type(model).__name__} has no trunk that paceline can find")
+    _refuse_what_cannot_roll_back(model, body, config)
+    if getattr(config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # the only one that applies the soft-cap under a mask of our own
+    return body
+
+
+def trunk_pass(
+    body: nn.Module, visible: Tensor, positions: Tensor, cache: Cache | None, dtype: torch.dtype, **inputs: Tensor
+) -> Tensor:
+    """The output of the final norm, [B, P, H].
+
+    Args:
+        visible: [B, P, R] bool, which of R keys each row sees: those that `cache` shows, or without one the rows' own.
+        positions: [B, P] in the text. dtype: of the model. inputs: `input_ids` [B, P], or `inputs_embeds` [B, P, H].
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    mask.masked_fill_(~visible, torch.finfo(dtype).min)
+    return body(
+        attention_mask=mask[:, None], position_ids=positions, cache=cache, use_cache=cache is not None, **inputs
+    ).last_hidden_state
 
 
 # ---------------------------------------------------------------- the target
@@ -212,10 +258,7 @@ class Target(nn.Module):
         self.model = model.requires_grad_(False).eval()
         config = model.config.get_text_config()
         self.config, self.source = config, source
-        self.body = _body(model)
-        _refuse_what_cannot_roll_back(model, self.body, config)
-        if getattr(config, "attn_logit_softcapping", None):
-            model.set_attn_implementation("eager")  # the only one that applies the soft-cap under a mask of our own
+        self.body = trunk_of(model)
         self.hidden: int = config.hidden_size
         self.layers: int = config.num_hidden_layers
         self.vocab: int = min(vocab or config.vocab_size, config.vocab_size)
@@ -309,16 +352,8 @@ class Target(nn.Module):
                 positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
             if self.window is not None:
                 self._within_window(int(positions.max()) + 1, "the longest text's tokens", "lower data.max_length")
-        mask = torch.zeros(visible.shape, dtype=self.dtype, device=device)
-        mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
         with self._tapped(taps) as tapped:
-            last = self.body(
-                input_ids=ids,
-                attention_mask=mask[:, None],
-                position_ids=positions,
-                cache=cache,
-                use_cache=cache is not None,
-            ).last_hidden_state
+            last = trunk_pass(self.body, visible, positions, cache, self.dtype, input_ids=ids)
         tapped[-1] = last
         hidden = torch.cat([tapped[k] for k in taps], -1) if taps else last[..., :0]
         return hidden, last
@@ -340,11 +375,7 @@ class Target(nn.Module):
     @property
     def head(self) -> Head:
         """The model's own output head: head(last) == its logits."""
-        table = self.model.get_output_embeddings()
-        scale = 1.0 / _number(self.config, "logits_scaling", 1.0) * _number(self.config, "logit_scale", 1.0)
-        softcap = getattr(self.config, "final_logit_softcapping", None)
-        packed = table.forward if isinstance(table.forward, Packed) else None
-        return Head(table.weight, getattr(table, "bias", None), scale, softcap, packed)
+        return head_of(self.model)
 
     # -- what a drafter can be made like, or started from
 
@@ -371,6 +402,34 @@ class Target(nn.Module):
             "out_bias": "self_attn.o_proj.bias" in names,
             "mlp_bias": "mlp.down_proj.bias" in names,
         }
+
+    def cut(self, layers: Sequence[int], tables: bool) -> dict[str, Any]:
+        """transformers' configuration of this model with only these layers.
+
+        tables: whether its embedding is to be its own; else it is handed what `embed` gives.
+        """
+        form = json.loads(self.config.to_json_string(use_diff=False))
+        for name, value in form.items():
+            if isinstance(value, list) and len(value) == self.layers:  # an entry for each layer
+                form[name] = [value[k] for k in layers]
+        if not tables and "embedding_multiplier" in form:
+            form["embedding_multiplier"] = 1.0
+        return form | {"num_hidden_layers": len(layers), "architectures": [type(self.model).__name__]}
+
+    def cut_tensors(self, layers: Sequence[int]) -> dict[str, Tensor]:
+        """The weights of `cut`, under the model's own names. Raises Refusal for a quantised target."""
+        inside = next(name for name, module in self.model.named_modules() if module is self.blocks) + "."
+        out = {}
+        for name, tensor in self.model.state_dict().items():
+            if name.startswith(inside):
+                layer, _, rest = name.removeprefix(inside).partition(".")
+                if int(layer) not in layers:
+                    continue
+                if not tensor.is_floating_point():
+                    raise Refusal("method.target_layers: this target is quantised; nearest: target.quantize=none")
+                name = f"{inside}{list(layers).index(int(layer))}.{rest}"
+            out[name] = tensor
+        return out
 
     def layer_tensors(self, layer: int) -> dict[str, Tensor]:
         """Float32 copies of one layer's weights under Llama's names; norms as what they multiply by.
@@ -590,14 +649,6 @@ def _window(config) -> int | None:
         if kind.get("rope_type") in ("dynamic", "longrope"):
             limits.append(int(kind.get("original_max_position_embeddings") or config.max_position_embeddings))
     return min(limits, default=None)
-
-
-def _body(model: Any) -> nn.Module:
-    """The trunk without its output head."""
-    body = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
-    if body is None:
-        raise Refusal(f"target: {type(model).__name__} has no trunk that paceline can find")
-    return body
 
 
 def _refuse_what_cannot_roll_back(model: Any, body: nn.Module, config) -> None:

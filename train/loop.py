@@ -37,6 +37,7 @@ def fit(cfg: Any) -> None:
     record = Record(cfg, accelerator)
     where = folder(cfg.target.name, cfg.target.path)
     tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
+    cfg.method.check_tokenizer(tokenizer)
     data = _data(cfg, tokenizer)
     record.show_data(data, tokenizer)
 
