@@ -87,7 +87,7 @@ def test_a_copy_has_weights_of_its_own_and_shares_what_is_the_targets(name: str,
 
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     assert {"medusa", "ngram"} <= set(methods())
-    with pytest.raises(Refusal, match=r"no such method; one of eagle, .*medusa, .*ngram"):
+    with pytest.raises(Refusal, match=r"no such method; one of draft, eagle, .*medusa, .*ngram"):
         build(options("ngram")(name="medussa"), Shape(32, 3, VOCAB))
 
 

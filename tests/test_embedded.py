@@ -50,7 +50,10 @@ def test_drafted_output_is_the_targets_greedy_and_sampled(
     grams = build(options("ngram")(name="ngram"), Shape.of(target))
     sampler = Sampler(0.7, top_p=0.95, seed=3)
     sampled = Decoder(target).generate(asked, NEW, sampler=sampler, eos=[2]).tokens
-    for drafter, shape in ((grams, chain(4)), (heads, TREE)):
+    cut = build(options("draft")(name="draft").fitted(target), Shape.of(target))
+    cut.start(target)
+    cut.borrow(target)
+    for drafter, shape in ((grams, chain(4)), (heads, TREE), (cut, TREE)):
         decoder = Decoder(target, drafter.eval(), shape)
         assert decoder.generate(asked, NEW, eos=[2]).tokens == plain
         assert decoder.generate(asked, NEW, sampler=sampler, eos=[2]).tokens == sampled

@@ -197,7 +197,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another format": (lambda e: about_changed(e, lambda a: a.update(paceline=99)), "written in format 99"),
     "another method": (
         lambda e: about_changed(e, lambda a: a["method"].update(name="medussa")),
-        "method 'medussa' is not known here; one of eagle, medusa",
+        "method 'medussa' is not known here; one of draft, eagle, ",
     ),
     "unknown option": (lambda e: about_changed(e, lambda a: a["method"].update(head=3)), "method.head: "),
     "more heads than the file": (
