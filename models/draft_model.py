@@ -171,7 +171,7 @@ class DraftModel(Drafter):
 
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
         """The feature' is the state, which only training reads."""
-        if depth and ctx.parents is None:  # training: the chain goes on along the text that the row behind has read
+        if depth and ctx.parents is None:  # training: the chain goes on in the text, where the next row has read it
             state = feature.roll(-1, 1)
             return state, state
         inputs = {"input_ids": tokens}
