@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -93,7 +93,7 @@ def folder_or_hub_id(option: str, path: str, info: ValidationInfo) -> str:
 
 
 class Target(Section):
-    name: Literal["smollm2", "tiny", "hf", "export"]
+    name: Literal["smollm2", "tiny", "tiny_pretrain", "hf", "export"]
     path: str | None
     quantize: Literal["none", "4bit", "8bit"] | None
     trust_remote_code: bool
@@ -116,6 +116,53 @@ class Target(Section):
         if quantize is None and info.data.get("name") != "export":
             raise Refusal("target.quantize: null stands for what an export says, with target=export; nearest: none")
         return quantize
+
+
+class Frozen(Section):
+    """`trunk` where only the drafter is trained."""
+
+    kind: Literal["frozen"]
+
+
+class Full(Section):
+    """`trunk` where all of the target's weights are trained with the drafter."""
+
+    kind: Literal["full"]
+    lr: Rate
+    after: Share
+    depth_weight: Weight
+    depth_ramp: Annotated[float, Field(ge=0, le=1)]
+    next_weight: Weight
+    distil_weight: Weight
+
+    @model_validator(mode="after")
+    def _held(self) -> Self:
+        if not self.next_weight and not self.distil_weight:
+            raise Refusal(
+                "trunk.next_weight, trunk.distil_weight: both are 0, and nothing would hold the trunk to its words; "
+                "nearest: trunk.distil_weight=1"
+            )
+        return self
+
+
+class Lora(Full):
+    """`trunk` where adapters on its linear layers are trained with the drafter."""
+
+    kind: Literal["lora"]  # type: ignore[assignment]
+    rank: Positive
+    alpha: Rate
+    dropout: Share
+    modules: list[str] | None
+
+    @field_validator("modules")
+    @classmethod
+    def _some(cls, modules: list[str] | None) -> list[str] | None:
+        if modules is not None and not modules:
+            raise Refusal("trunk.modules: [] adapts nothing; null: every linear layer of the decoder layers")
+        return modules
+
+
+TRUNKS: dict[str, type[Section]] = {"frozen": Frozen, "lora": Lora, "full": Full}
 
 
 class Data(Section):
@@ -292,6 +339,7 @@ class TrainConfig(Section):
     resume: bool | Place
     export: Export
     target: Target
+    trunk: Any
     data: Data
     train: Train
     decode: Decode
@@ -300,6 +348,16 @@ class TrainConfig(Section):
     method: Any
 
     _options = field_validator("method", mode="before")(method_options)
+
+    @field_validator("trunk", mode="before")
+    @classmethod
+    def _of_its_kind(cls, trunk: Any) -> Any:
+        if isinstance(trunk, Section):
+            return trunk
+        kind = trunk.get("kind")
+        if kind not in TRUNKS:
+            raise Refusal(f"trunk.kind: no such kind {kind!r}; nearest: {nearest(kind, TRUNKS)}")
+        return TRUNKS[kind].model_validate(trunk)
 
     @field_validator("resume")
     @classmethod
@@ -317,11 +375,27 @@ class TrainConfig(Section):
         if self.target.name == "export":
             raise Refusal("target: export names a drafter's target, there is no drafter yet; nearest: smollm2")
         check_depth(self.decode.depth, self.method.depth_limit())
+        self._check_trunk()
         if vocab is not None and vocab < self.decode.width:
             raise Refusal(
                 f"decode.width: {self.decode.width} is more than method.draft_vocab={vocab}; nearest: {vocab}"
             )
         return self
+
+    def _check_trunk(self) -> None:
+        kind, quantize = self.trunk.kind, self.target.quantize
+        if kind == "frozen":
+            if self.target.name == "tiny_pretrain":
+                raise Refusal(
+                    "trunk: frozen, but target=tiny_pretrain knows nothing until it is trained; nearest: pretrain"
+                )
+            return
+        if self.data.features == "memory":
+            raise Refusal(f"data.features: memory holds what a trunk={kind} soon no longer says; nearest: online")
+        if quantize != "none":
+            raise Refusal(f"target.quantize: {quantize} can be drafted for, not trained: trunk={kind}; nearest: none")
+        if self.method.taps == ():
+            raise Refusal(f"trunk: {kind}, but {self.method.name} reads none of the target's states; nearest: frozen")
 
 
 class _Drafted(Section):

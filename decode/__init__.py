@@ -1,6 +1,7 @@
 """The decoder: draft, verify, count. Imports without accelerate, hydra or datasets."""
 
 from paceline.decode.decoder import Decoder, Emitted, Generation, Stream
+from paceline.decode.drift import DRIFT, Drift, drift
 from paceline.decode.report import DEFINITIONS, AcceptanceReport
 from paceline.decode.sampler import Sampler
 from paceline.decode.tree import DraftTree, DynamicShape, StaticShape, best_static, chain, grow, shape_of, usual_depth
@@ -8,10 +9,12 @@ from paceline.decode.verify import VERIFIERS, Verdict, reject, typical, walk
 
 __all__ = [
     "DEFINITIONS",
+    "DRIFT",
     "VERIFIERS",
     "AcceptanceReport",
     "Decoder",
     "DraftTree",
+    "Drift",
     "DynamicShape",
     "Emitted",
     "Generation",
@@ -21,6 +24,7 @@ __all__ = [
     "Verdict",
     "best_static",
     "chain",
+    "drift",
     "grow",
     "reject",
     "shape_of",

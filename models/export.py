@@ -3,6 +3,7 @@
     config.json          what serving engines look for in this method's files
     model.safetensors    every trained tensor and the draft vocabulary; nothing borrowed from the target
     drafter.json         method and options, taps, slot convention, target fingerprint, tree, provenance, acceptance
+    trunk/               where the target was trained with it: what changed (models/trunk.py)
 
 Knows the folder and its checks. Does not know how a drafter was trained or what its tree is good for.
 """
@@ -25,17 +26,26 @@ from paceline.models.errors import Refusal
 from paceline.models.layers import checked_map
 from paceline.models.packed import pack_weights
 from paceline.models.target import DTYPES, Target
+from paceline.models.trunk import FOLDER, Learnt, fingerprint, read
 
 VERSION = 1
 SLOTS = "depth k at position t reads the token at t+1+k and predicts the token at t+2+k"
 
 
-def save_export(drafter: Drafter, folder: str | Path, dtype: str, target: dict[str, Any], **about: Any) -> Path:
+def save_export(
+    drafter: Drafter,
+    folder: str | Path,
+    dtype: str,
+    target: dict[str, Any],
+    trunk: tuple[Target, Learnt] | None = None,
+    **about: Any,
+) -> Path:
     """Write an export; the folder appears whole or not at all, and replaces an older one.
 
     Args:
         dtype: of the floating-point tensors.
         target: {"name", "path", "fingerprint"}, how it is loaded, and what else identifies it.
+        trunk: where the target was trained too: as it was before, and what it has learnt.
         about: further entries of drafter.json: `tree`, `provenance`, `acceptance`.
     """
     folder = Path(folder)
@@ -43,6 +53,13 @@ def save_export(drafter: Drafter, folder: str | Path, dtype: str, target: dict[s
         name: tensor.detach().to("cpu", DTYPES[dtype] if tensor.is_floating_point() else None).contiguous()
         for name, tensor in drafter.state_dict().items()
     }
+    work = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(work, ignore_errors=True)  # what a killed writer left
+    work.mkdir(parents=True)
+    if trunk is not None:
+        original, learnt = trunk
+        learnt.save(work / FOLDER, original)
+        about["trunk"] = {"kind": learnt.kind, "fingerprint": fingerprint(work / FOLDER, target["fingerprint"])}
     description = {
         "paceline": VERSION,
         "method": drafter.options.model_dump(mode="json", exclude={"init_from"}),
@@ -59,9 +76,6 @@ def save_export(drafter: Drafter, folder: str | Path, dtype: str, target: dict[s
         "torch_dtype": dtype,
         **drafter.engine_config(),
     }
-    work = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(work, ignore_errors=True)  # what a killed writer left
-    work.mkdir(parents=True)
     save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (work / "drafter.json").write_text(json.dumps(description, indent=2) + "\n")
@@ -107,6 +121,8 @@ def describe(folder: str | Path, option: str = "drafter") -> dict[str, Any]:
         if any(type(size) is not int or size < 1 for size in sizes.values()):
             raise TypeError(f"shape {sizes}")
         _ = about["target"]["fingerprint"], DTYPES[about["dtype"]]
+        if (trunk := about.get("trunk")) is not None:
+            _ = trunk["fingerprint"], {"lora": 0, "full": 1}[trunk["kind"]]
     except (ValueError, KeyError, TypeError) as error:
         raise Refusal(f"{where}: drafter.json is damaged ({type(error).__name__}: {error})") from error
     if version != VERSION:
@@ -132,13 +148,18 @@ def load_export(
     """The drafter of an export, ready to draft for `target`, and its drafter.json.
 
     Args:
+        target: the one it was trained for; where that was trained too, what `load_trunk` makes of it.
         dtype: of the loaded drafter; None: as exported. option: what named the folder.
 
     Raises:
         Refusal: a missing, extra, misshapen or unreadable tensor by name; a drafter trained for another target.
     """
     about, where = describe(folder, option), f"{option}={folder}"
-    _same_target(where, about["target"]["fingerprint"], target)
+    trunk = about.get("trunk")
+    if trunk is None:
+        _same_target(where, about["target"]["fingerprint"], target)
+    elif target.fingerprint != trunk["fingerprint"]:
+        raise Refusal(f"{where} was trained together with its target: it drafts for what load_trunk returns, only")
     opts = options(about["method"]["name"]).model_validate(about["method"])
     file = Path(folder) / "model.safetensors"
     try:
@@ -159,6 +180,27 @@ def load_export(
     drafter.borrow(target)
     pack_weights(drafter)
     return drafter, about
+
+
+def load_trunk(folder: str | Path, target: Target, trust_remote_code: bool = False, option: str = "drafter") -> Target:
+    """The target that the drafter of an export drafts for: `target`, or what training with the drafter made of it.
+
+    `target` stays as it is. An adapter is merged, so that a pass costs what it cost before.
+
+    Raises:
+        Refusal: a drafter trained for another target; a trunk that cannot be read.
+    """
+    about, where = describe(folder, option), f"{option}={folder}"
+    _same_target(where, about["target"]["fingerprint"], target)
+    if (known := about.get("trunk")) is None:
+        return target
+    place = Path(folder) / FOLDER
+    found = fingerprint(place, about["target"]["fingerprint"])
+    if found != known["fingerprint"]:
+        raise Refusal(f"{where}: its trunk is damaged or another's, {found} and not {known['fingerprint']}")
+    trunk = read(place, known["kind"], target, trust_remote_code)
+    trunk.known_as = found
+    return trunk
 
 
 def load_tensors(drafter: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str) -> None:

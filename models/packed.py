@@ -43,3 +43,10 @@ def pack_weights(module: nn.Module) -> None:
     for part in module.modules():
         if type(part) is nn.Linear and packable(part.weight) and not part.weight.requires_grad:
             part.forward = Packed(part.weight, part.bias)  # type: ignore[assignment, method-assign]
+
+
+def unpack_weights(module: nn.Module) -> None:
+    """Let the linear layers in `module` compute with their weights again, which may then change."""
+    for part in module.modules():
+        if isinstance(part.__dict__.get("forward"), Packed):
+            del part.forward

@@ -5,6 +5,7 @@ Does not know drafters, trees (an ancestor matrix stands for one), tokenizers or
     Legend: B batch, T sequence, N tree nodes, H hidden, V rows of the output table, P pass width (T or N).
 """
 
+import copy
 import fcntl
 import hashlib
 import importlib.metadata
@@ -28,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.models.cache import Cache
 from paceline.models.errors import Refusal
-from paceline.models.packed import Packed, pack_weights
+from paceline.models.packed import Packed, pack_weights, unpack_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
@@ -58,7 +59,7 @@ def folder(name: str, path: str | None = None) -> str:
     """The checkpoint folder (or hub id) of a target; the embedded ones are made in the cache at the first call.
 
     Args:
-        name: `smollm2`, `tiny` or `hf`.
+        name: `smollm2`, `tiny`, `tiny_pretrain` or `hf`.
         path: folder or hub id, for `hf`.
     """
     if name == "hf":
@@ -69,7 +70,9 @@ def folder(name: str, path: str | None = None) -> str:
         return str(_made_once(f"smollm2-135m-instruct-{_smollm2_version()}", _dequantise_smollm2))
     if name == "tiny":
         return str(_made_once("tiny-1", _build_tiny))
-    raise Refusal(f"target.name={name}: no such target; one of smollm2, tiny, hf")
+    if name == "tiny_pretrain":
+        return str(_made_once("tiny-pretrain-1", _build_tiny_pretrain))
+    raise Refusal(f"target.name={name}: no such target; one of smollm2, tiny, tiny_pretrain, hf")
 
 
 def _made_once(name: str, build: Callable[[Path], None]) -> Path:
@@ -118,14 +121,23 @@ def _dequantise_smollm2(work: Path) -> None:
 
 def _build_tiny(work: Path) -> None:
     """A seeded random Llama with the bundled byte-level tokenizer: for tests and for trying an option in seconds."""
+    _build_llama(work, hidden=64, layers=4, dtype=torch.bfloat16)
+
+
+def _build_tiny_pretrain(work: Path) -> None:
+    """The same, wider and in float32, to be trained from scratch: bytes keep its tables small and its steps quick."""
+    _build_llama(work, hidden=128, layers=4, dtype=torch.float32)
+
+
+def _build_llama(work: Path, hidden: int, layers: int, dtype: torch.dtype) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     files = Path(__file__).parent / "tiny"
     config = LlamaConfig(
         vocab_size=288,  # more rows than the tokenizer has entries, as released checkpoints often have
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
@@ -136,7 +148,7 @@ def _build_tiny(work: Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config).to(dtype)
     with quiet_transformers():
         model.save_pretrained(work)
     for file in files.iterdir():
@@ -163,7 +175,7 @@ def quiet_transformers() -> Iterator[None]:
 class Head:
     """An output head with everything the model does after it: softcap · tanh(scale · (W h + b) / softcap).
 
-    weight [V, H], bias [V] or None. Frozen: gradients pass through to the state, none reaches the weight.
+    weight [V, H], bias [V] or None: a frozen target's, which no gradient reaches, or those of one that is trained.
     packed: the same weight and bias, quicker where no gradient is asked for.
     """
 
@@ -175,9 +187,7 @@ class Head:
 
     def __call__(self, state: Tensor) -> Tensor:
         """[..., H] -> logits [..., V]."""
-        if self.packed is not None:
-            return self.finished(self.packed(state))
-        return self.finished(F.linear(state, self.weight.detach(), None if self.bias is None else self.bias.detach()))
+        return self.finished(self.packed(state) if self.packed is not None else F.linear(state, self.weight, self.bias))
 
     def finished(self, logits: Tensor) -> Tensor:
         """What the model makes of its output matrix's own answer."""
@@ -243,7 +253,8 @@ def trunk_pass(
 
 
 class Target(nn.Module):
-    """A frozen Hugging Face causal LM behind one door. `Target.load(folder)` makes one.
+    """A frozen Hugging Face causal LM behind one door. `Target.load(folder)` makes one; `adapted` and `unfrozen` make
+    those whose weights training may change, `changed_by` the frozen one that results.
 
     Attributes:
         hidden: H. layers: L. vocab: ids the tokenizer knows (rows beyond are padding and never chosen).
@@ -258,6 +269,7 @@ class Target(nn.Module):
         self.model = model.requires_grad_(False).eval()
         config = model.config.get_text_config()
         self.config, self.source = config, source
+        self.known_as: str | None = None  # the fingerprint of a trained trunk
         self.body = trunk_of(model)
         self.hidden: int = config.hidden_size
         self.layers: int = config.num_hidden_layers
@@ -310,7 +322,6 @@ class Target(nn.Module):
 
     # -- passes
 
-    @torch.no_grad()
     def forward(
         self,
         ids: Tensor,
@@ -320,7 +331,7 @@ class Target(nn.Module):
         documents: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One pass of the trunk.
+        """One pass of the trunk. It has a graph only where something of it is trained.
 
         Args:
             ids: [B, P] tokens.
@@ -376,6 +387,79 @@ class Target(nn.Module):
     def head(self) -> Head:
         """The model's own output head: head(last) == its logits."""
         return head_of(self.model)
+
+    # -- trained with its drafter
+
+    def adapted(self, rank: int, alpha: float, dropout: float, modules: Sequence[str] | None) -> "Target":
+        """A target on these very weights with LoRA adapters, float32 and alone trainable; it says what this one says.
+
+        Args:
+            modules: last names of the linear layers that get one; None for all inside the decoder layers.
+
+        Raises:
+            Refusal: peft is not installed, or a name belongs to no linear layer of the decoder layers.
+        """
+        if importlib.util.find_spec("peft") is None:
+            raise Refusal("trunk=lora needs peft: pip install peft, or trunk=frozen")
+        from peft import LoraConfig, inject_adapter_in_model
+
+        inside = {id(part) for part in self.blocks.modules() if isinstance(part, nn.Linear)}
+        paths = [name for name, part in self.model.named_modules() if id(part) in inside]
+        known = sorted({path.rsplit(".", 1)[-1] for path in paths})
+        for name in known if modules is None else modules:
+            if name not in known:
+                raise Refusal(f"trunk.modules: no linear layer in this target's layers is called {name}; of {known}")
+        chosen = [path for path in paths if modules is None or path.rsplit(".", 1)[-1] in modules]
+        live = Target(_sharing(self.model), self.vocab, self.source)
+        inject_adapter_in_model(
+            LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=chosen, bias="none"), live.model
+        )
+        for parameter in live.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return live.train()
+
+    def unfrozen(self) -> "Target":
+        """A float32 copy whose every weight is trained."""
+        live = Target(copy.deepcopy(self.model), self.vocab, self.source)
+        unpack_weights(live.model)
+        live.model.float().requires_grad_(True)
+        return live.train()
+
+    def changed(self) -> dict[str, Tensor]:
+        """What training changes of this target, in float32: adapters as `PATH.lora_A.weight`, or weights by name."""
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return {name.replace(".default.", "."): parameter.detach().float() for name, parameter in trained.items()}
+
+    @torch.no_grad()
+    def changed_by(self, tensors: dict[str, Tensor], scale: float = 1.0) -> "Target":
+        """A frozen target like this one with `tensors` (what `changed` says) in place; all else is shared.
+
+        Adapters are merged, W + scale * B A in float32 and cast: no pass pays for them. Raises KeyError for a name that
+        is none of this target's, ValueError for a shape.
+        """
+        mine = dict(self.model.named_parameters())
+        weights = {}
+        for name, tensor in tensors.items():
+            path, adapter, _ = name.partition(".lora_A.")
+            if adapter:
+                delta = tensors[f"{path}.lora_B.weight"].float() @ tensor.float()
+                weights[f"{path}.weight"] = mine[f"{path}.weight"].float() + scale * delta.to(self.device)
+            elif ".lora_B." not in name:
+                weights[name] = tensor
+        model = _sharing(self.model)
+        unpack_weights(model)
+        places = [(part, key) for part in model.modules() for key in part._parameters]
+        for name, weight in weights.items():
+            old = mine[name]
+            if old.shape != weight.shape:
+                raise ValueError(f"{name} has shape {list(weight.shape)}, expected {list(old.shape)}")
+            new = nn.Parameter(weight.detach().to(old.device, old.dtype, copy=True), requires_grad=False)
+            for part, key in places:
+                if part._parameters[key] is old:  # in both places of a tied table
+                    part._parameters[key] = new
+        pack_weights(model)
+        return Target(model, self.vocab, self.source)
 
     # -- what a drafter can be made like, or started from
 
@@ -515,7 +599,10 @@ class Target(nn.Module):
         Rounding to a coarser dtype would not do: bf16 by way of fp16 is not always bf16. A few steps of training flip
         some of these signs, another layer about half of them.
         Layers that were loaded in 4 or 8 bits cannot be compared: their half is `quantised`.
+        A trunk that came with a drafter is `known_as` its original's and what was trained.
         """
+        if self.known_as is not None:
+            return self.known_as
         shape = [self.hidden, self.layers, self.config.vocab_size, self.config.num_attention_heads]
         tables, layers = hashlib.sha256(repr(shape).encode()), hashlib.sha256()
         quantised = False
@@ -594,6 +681,11 @@ class Target(nn.Module):
             raise Refusal(f"target: {name} does something to its logits that paceline does not know")
         if not torch.allclose(self.embed(ids).float(), hidden.float(), atol=1e-2 * float(hidden.abs().max()), rtol=0):
             raise Refusal(f"target: {name} does something to its embeddings that paceline does not know")
+
+
+def _sharing(model: Any) -> Any:
+    """A copy of a model's modules around the very same parameters and buffers."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def _unlike_llama(target: Target, part: str) -> Refusal:

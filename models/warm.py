@@ -51,6 +51,8 @@ def check_start(asked: Options) -> None:
     """
     if asked.init_from is not None and _format(asked.init_from) is None:
         about = describe(asked.init_from, INIT)
+        if about.get("trunk") is not None:
+            raise Refusal(f"{INIT}={asked.init_from}: its target was trained with it, this one was not; nearest: null")
         _check_made_alike(asked, options(about["method"]["name"]).model_validate(about["method"]), settled=False)
 
 

@@ -19,7 +19,7 @@ from paceline.data.conversations import load_tokenizer, stop_ids, template_hash
 from paceline.decode import VERIFIERS, Decoder, DynamicShape, Sampler, shape_of
 from paceline.models.drafter import Shape, build, check_depth, options
 from paceline.models.errors import Refusal
-from paceline.models.export import describe, load_export
+from paceline.models.export import describe, load_export, load_trunk
 from paceline.models.target import Target, device_of, folder
 
 
@@ -27,7 +27,8 @@ from paceline.models.target import Target, device_of, folder
 class Runtime:
     """A target ready to decode with its drafter (`decoder`) and alone (`plain`), in the same loop.
 
-    stops: ids that end an answer. drafter, target: what they are, in plain types.
+    stops: ids that end an answer. drafter, target: what they are, in plain types. original: the target as it was before
+    it was trained with the drafter; the same where it was not.
     """
 
     tokenizer: Any
@@ -37,6 +38,7 @@ class Runtime:
     stops: list[int]
     drafter: dict[str, Any]
     target: dict[str, Any]
+    original: Target
 
 
 def runtime(cfg: Any) -> Runtime:
@@ -46,9 +48,10 @@ def runtime(cfg: Any) -> Runtime:
     where = folder(meant.name, meant.path)
     device = device_of(meant.device)
     tokenizer = load_tokenizer(where, meant.trust_remote_code)
-    target = Target.load(where, cfg.dtype, device, len(tokenizer), meant.quantize, meant.trust_remote_code)
-    drafter = None
+    original = Target.load(where, cfg.dtype, device, len(tokenizer), meant.quantize, meant.trust_remote_code)
+    target, drafter = original, None
     if about:
+        target = load_trunk(cfg.drafter, original, meant.trust_remote_code)
         drafter, about = load_export(cfg.drafter, target, cfg.dtype)
         if about["target"].get("template_sha256") not in (None, template_hash(tokenizer)):
             print("paceline: the drafter was trained under another chat template; it will guess worse", file=sys.stderr)
@@ -74,7 +77,9 @@ def runtime(cfg: Any) -> Runtime:
             "fingerprint": target.fingerprint,
             "vocab": target.vocab,
             "quantize": meant.quantize,
+            "trunk": (about.get("trunk") or {}).get("kind", "frozen"),
         },
+        original,
     )
 
 

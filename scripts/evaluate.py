@@ -47,6 +47,7 @@ def run(cfg: Any) -> None:
 
     from paceline.data.conversations import prompt_ids
     from paceline.data.prompts import prompts
+    from paceline.decode import drift
     from paceline.scripts.decoding import runtime, setting, write_json
     from paceline.scripts.terminal import progress
 
@@ -66,6 +67,9 @@ def run(cfg: Any) -> None:
             batches.append(batch)
             rates = [f"{_rate(batches, way):.1f} tokens/s {way}" for way in (DRAFTED, PLAIN) if way in ways]
             bar.advance(", ".join(rates), len(batch.rows))
+    target = ready.decoder.target
+    answers = [(ids[row], answer) for batch in batches for row, answer in zip(batch.rows, batch.alone, strict=True)]
+    moved = None if target is ready.original else drift(ready.original, target, answers).as_dict()
     report = {
         "drafter": ready.drafter,
         "target": ready.target,
@@ -79,6 +83,7 @@ def run(cfg: Any) -> None:
         },
         **figures(batches, asked, cfg.seed),
         "exactness": exactness(cfg, ready, asked, ids, batches),
+        "drift": moved,
     }
     file = Path(cfg.out) / "report.json"
     write_json(file, report)
@@ -439,7 +444,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.decode import DEFINITIONS
+    from paceline.decode import DEFINITIONS, DRIFT
 
     console.print(Rule())
     facts = Table.grid(padding=(0, 2))
@@ -447,7 +452,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
         facts.add_row(Text(name, style="bold"), Text(fact))
     console.print(facts)
     table = _table("", "", "95% interval")
-    for section, meanings in (("acceptance", DEFINITIONS), ("speed", SPEED)):
+    moved = (("drift", DRIFT),) if report["drift"] else ()
+    for section, meanings in (("acceptance", DEFINITIONS), ("speed", SPEED), *moved):
         table.add_row(Text(section, style="bold"))
         for name, meaning in meanings.items():
             spread = report["intervals"].get(name)
@@ -482,12 +488,15 @@ def _number(name: str, value: Any) -> str:
         return " ".join(_number(name, part) for part in value)
     if value is None:
         return "-"
-    return f"{value:.0%}" if name.endswith("_rate") else f"{value:.{1 if name.endswith(('_ms', '_second')) else 2}f}"
+    if name.endswith("_rate"):
+        return f"{value:.0%}"
+    return f"{value:.{1 if name.endswith(('_ms', '_second')) else 4 if name.endswith('_kl') else 2}f}"
 
 
 def _facts(report: dict[str, Any]) -> dict[str, str]:
     drafter, target, how, speed = (report[name] for name in ("drafter", "target", "setting", "speed"))
     trained = f", {drafter['parameters'] / 1e6:.1f} million parameters, {drafter['path']}" if drafter["path"] else ""
+    trained_too = "" if target["trunk"] == "frozen" else f" as it was trained with the drafter ({target['trunk']})"
     kind = how["tree"] if how["tree"] == "chain" else f"{how['tree']} tree"
     draft = f"{kind} of depth {{depth}}, {{nodes}} nodes a pass, drafts={{drafts}}, verify={{verify}}"
     choice = "temperature {temperature}, top_k {top_k}, top_p {top_p}" if how["temperature"] else "greedy"
@@ -497,7 +506,7 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
     )
     return {
         "drafter": drafter["name"] + trained,
-        "target": f"{target['name']}, {how['dtype']}, on {how['device']}: {how['machine']}",
+        "target": f"{target['name']}{trained_too}, {how['dtype']}, on {how['device']}: {how['machine']}",
         "decoding": f"{draft}; {choice}; {{num_prompts}} prompts ({{prompts}}), batch {{batch}}".format(**how),
         "result": "; ".join(f"{value:.2f} {meaning}" for value, meaning in results if value is not None),
     }

@@ -779,13 +779,13 @@ def test_a_run_goes_on_from_an_exports_weights(
 ) -> None:
     first = run(tmp_path / "first", target_folder, *more, program=program)
     begun: list[tuple[Drafter, dict[str, Tensor]]] = []
-    optimizer = loop._optimizer
+    trunk_of = loop.trunk_of
 
-    def watching(cfg: Any, drafter: Drafter) -> torch.optim.Optimizer:
+    def watching(cfg: Any, target: Target, drafter: Drafter, loader: Any) -> Any:
         begun.append((drafter, {name: tensor.clone() for name, tensor in drafter.state_dict().items()}))
-        return optimizer(cfg, drafter)
+        return trunk_of(cfg, target, drafter, loader)
 
-    monkeypatch.setattr(loop, "_optimizer", watching)
+    monkeypatch.setattr(loop, "trunk_of", watching)
     # how it is trained may differ, what it is may not
     asked = [*more, f"method.init_from={first}/export", "method.decay=0.5", "train.log_every=1"]
     asked += ["method.unroll=2"] if program == "eagle" else []

@@ -36,7 +36,7 @@ from paceline.train import loop, objective
 from paceline.train.features import Features
 from paceline.train.loop import fit
 from paceline.train.record import Record
-from paceline.train.step import TrainStep
+from paceline.train.trunk import FrozenTrunk
 
 
 @pytest.fixture(scope="session")
@@ -64,14 +64,19 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
         seen.before.append(digest(seen.targets[-1]))
         return seen.targets[-1]
 
-    def optimised(cfg: Any, drafter: Drafter) -> torch.optim.Optimizer:
-        made = optimizer(cfg, drafter)
-        seen.drafters.append(drafter)
+    def optimised(cfg: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made = optimizer(cfg, groups)
         seen.optimised.append({parameter for group in made.param_groups for parameter in group["params"]})
         return made
 
+    def drafted(*args: Any, **options: Any) -> Drafter:
+        seen.drafters.append(made(*args, **options))
+        return seen.drafters[-1]
+
     monkeypatch.setattr(Target, "load", loaded)
     monkeypatch.setattr(loop, "_optimizer", optimised)
+    made = loop._drafter
+    monkeypatch.setattr(loop, "_drafter", drafted)
     return seen
 
 
@@ -286,12 +291,11 @@ def updates(target: Target, *parts: list[Batch]) -> tuple[dict[str, Tensor], dic
     drafter = build(MedusaOptions(name="medusa", heads=3), Shape.of(target))
     drafter.start(target)
     cfg = SimpleNamespace(train=SimpleNamespace(clip=1.0))
-    step = TrainStep(drafter)
+    trunk = FrozenTrunk(target, Features(target, drafter.taps, Loader([], 1), remember=False))
+    step = trunk.step(drafter, 512, target.vocab)
     trained, optimizer = accelerator.prepare(step, torch.optim.AdamW(drafter.parameters(), lr=1e-2, weight_decay=0.1))
-    features = Features(target, drafter.taps, Loader([], 1), remember=False)
-    teacher = target.head.rows(drafter.vocab_map)
     for batches in parts:
-        news = loop._update(cfg, accelerator, trained, step, optimizer, features, teacher, batches)
+        news = loop._update(cfg, accelerator, trained, step, trunk, optimizer, batches)
     return {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}, news
 
 

@@ -1,6 +1,7 @@
 """`fit(cfg)`: build, prepare, step, log, evaluate, save. Each sentence is a function below or a file beside.
 
-Owns the run: its folder, its order of steps, what is kept. Knows no method: a drafter is whatever `models.build` makes.
+Owns the run: its folder, its order of steps, what is kept. Knows no method: a drafter is whatever `models.build` makes,
+and the trunk whatever `trunk_of` makes.
 """
 
 import atexit
@@ -21,12 +22,12 @@ from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.errors import Refusal
-from paceline.models.target import Head, Target, device_of, folder
+from paceline.models.target import Target, device_of, folder
 from paceline.models.warm import warm_start
 from paceline.train import checkpoint
-from paceline.train.features import Features
 from paceline.train.record import Record
 from paceline.train.step import TrainStep
+from paceline.train.trunk import Trunk, trunk_of, waits
 from paceline.train.yardstick import Yardstick
 
 
@@ -46,7 +47,6 @@ def fit(cfg: Any) -> None:
     )
     place = record.resume_from()
     drafter = _drafter(cfg, target, data, tokenizer, record, afresh=place is None)
-    optimizer = _optimizer(cfg, drafter)
     loader = Loader(
         data.train,
         cfg.train.batch_tokens,
@@ -55,31 +55,33 @@ def fit(cfg: Any) -> None:
         accelerator.process_index,
         cfg.seed,
     )
-    features = Features(target, drafter.taps, loader, cfg.data.features == "memory")
+    trunk = trunk_of(cfg, target, drafter, loader)
+    learners = trunk.learners(drafter)
+    optimizer = _optimizer(cfg, trunk.groups(drafter))
     total = cfg.train.steps or math.ceil(cfg.train.epochs * loader.steps(0))
-    begun = _resumed(place, record, drafter, optimizer, accelerator) if place is not None else 0
-    drafter.to(accelerator.device).borrow(target)
-    step = TrainStep(drafter, cfg.train.chunk, target.vocab)
-    teacher = target.head.rows(drafter.vocab_map)
+    begun = _resumed(place, record, learners, optimizer, accelerator) if place is not None else 0
+    drafter.to(accelerator.device).borrow(trunk.live)
+    step = trunk.step(drafter, cfg.train.chunk, target.vocab)
     if _compiles(cfg, accelerator.device):
         step.fuse()
     trained, optimizer = accelerator.prepare(step, optimizer)
-    yardstick = Yardstick(cfg, target, tokenizer, data) if accelerator.is_main_process else None
-    with record.running(begun, total, drafter, target, data):
+    yardstick = Yardstick(cfg, tokenizer, data) if accelerator.is_main_process else None
+    with record.running(begun, total, drafter, trunk, data):
         for number, parts in _steps(loader, begun, total):
-            _set_rate(optimizer, _rate(cfg, number, total))
-            news = _update(cfg, accelerator, trained, step, optimizer, features, teacher, parts)
+            trunk.turn(number, total)
+            _set_rates(cfg, optimizer, number, total)
+            news = _update(cfg, accelerator, trained, step, trunk, optimizer, parts)
             record.step(number, news, optimizer.param_groups[0]["lr"])
 
             last = number == total
             # once in a while: decode held-out prompts with the weights as exported, and keep the best
             if last or (cfg.eval.every and number % cfg.eval.every == 0):
                 if yardstick is not None:
-                    record.measured(number, yardstick.measure(drafter), drafter, target, data)
+                    record.measured(number, yardstick.measure(drafter, trunk), drafter, trunk, data)
                 accelerator.wait_for_everyone()
             # once in a while: save everything an exact resume needs
             if last or number % cfg.train.save_every == 0:
-                _save(cfg, record, number, drafter, optimizer, accelerator)
+                _save(cfg, record, number, learners, optimizer, accelerator)
     # not at once: processes that have parted do not meet again, and --multirun may have another run for them
     atexit.register(PartialState().destroy_process_group)
 
@@ -142,9 +144,9 @@ def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Re
     return drafter
 
 
-def _optimizer(cfg: Any, drafter: Drafter) -> torch.optim.AdamW:
+def _optimizer(cfg: Any, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        [parameter for parameter in drafter.parameters() if parameter.requires_grad],
+        groups,
         lr=cfg.train.lr,
         betas=cfg.train.betas,
         weight_decay=cfg.train.weight_decay,
@@ -152,22 +154,22 @@ def _optimizer(cfg: Any, drafter: Drafter) -> torch.optim.AdamW:
     )
 
 
-def _save(cfg: Any, record: Record, number: int, drafter: Drafter, optimizer: Any, accelerator: Accelerator) -> None:
+def _save(cfg: Any, record: Record, number: int, learners: Any, optimizer: Any, accelerator: Accelerator) -> None:
     """Write a checkpoint, and forget the oldest. All processes take part."""
     rng = gather_object([checkpoint.generators(accelerator.device)])
     if accelerator.is_main_process:
         scaler = {} if accelerator.scaler is None else {"scaler": accelerator.scaler.state_dict()}
-        checkpoint.save(record.checkpoints, number, drafter, optimizer.optimizer, rng, record.state() | scaler)
+        checkpoint.save(record.checkpoints, number, learners, optimizer.optimizer, rng, record.state() | scaler)
         checkpoint.prune(record.checkpoints, cfg.train.keep)
     accelerator.wait_for_everyone()
 
 
 def _resumed(
-    place: Path, record: Record, drafter: Drafter, optimizer: torch.optim.Optimizer, accelerator: Accelerator
+    place: Path, record: Record, learners: Any, optimizer: torch.optim.Optimizer, accelerator: Accelerator
 ) -> int:
     """Steps already taken, with weights, moments and generators put back."""
     state = checkpoint.load(
-        place, drafter, optimizer, accelerator.process_index, accelerator.num_processes, accelerator.device
+        place, learners, optimizer, accelerator.process_index, accelerator.num_processes, accelerator.device
     )
     record.restore(state, place)
     if accelerator.scaler is not None:
@@ -197,33 +199,34 @@ def _update(
     accelerator: Accelerator,
     trained: torch.nn.Module,
     step: TrainStep,
+    trunk: Trunk,
     optimizer: Any,
-    features: Features,
-    teacher: Head,
     parts: list[Batch],
 ) -> dict[str, Any]:
     """One optimiser step: gradients of all parts, divided once by the counts of all parts of all processes.
 
-    Returns sums and counts over all of them, per depth: `loss` over `learnt` rows, `right` of `asked`.
+    Returns sums and counts over all of them, per depth: `loss` over `learnt` rows, `right` of `asked`. Behind the
+    depths stand the trunk's own terms, in `loss` and `learnt`.
     """
     parts = [part.to(accelerator.device) for part in parts]
-    drafter = step.drafter
     counts = [step.counts(part) for part in parts]
     learnt = accelerator.reduce(sum(count.learnt for count in counts), "sum")
     asked = accelerator.reduce(sum(count.asked for count in counts), "sum")
     tokens = accelerator.reduce(learnt.new_tensor(sum(part.tokens for part in parts)), "sum")
-    weight = torch.tensor([drafter.options.decay**k for k in range(step.depths)], device=accelerator.device)
+    depths = [step.drafter.options.decay**k for k in range(step.depths)]
+    weight = torch.tensor(trunk.weights(depths), device=accelerator.device)
     # DDP averages over processes what has to be summed
     scale = weight / learnt.clamp(min=1) * accelerator.num_processes
-    loss = torch.zeros(step.depths, device=accelerator.device)
-    right = torch.zeros_like(learnt)
+    loss = torch.zeros_like(weight)
+    right = torch.zeros_like(asked)
     for index, part in enumerate(parts):
-        hidden, last = features.of(part)
+        inputs = trunk.inputs(part)
         with accelerator.no_sync(trained) if index + 1 < len(parts) else nullcontext():
-            sums = trained(part, hidden, last, teacher)
+            sums = trained(part, *inputs)
             accelerator.backward((sums.loss * scale).sum())
         loss, right = loss + sums.loss.detach(), right + sums.right
-    norm = accelerator.clip_grad_norm_(drafter.parameters(), cfg.train.clip)
+    learning = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm = accelerator.clip_grad_norm_(learning, cfg.train.clip)
     finite, empty = bool(torch.isfinite(norm)), not bool(learnt.any())
     # neither gradients that are not finite nor a step without any may move the moments, or the weights by their decay
     # (float16's scaler leaves out the former by itself, and has to see them)
@@ -256,6 +259,9 @@ def _rate(cfg: Any, number: int, total: int) -> float:
     return cfg.train.lr * (1 - done if cfg.train.schedule == "linear" else 1)
 
 
-def _set_rate(optimizer: Any, rate: float) -> None:
+def _set_rates(cfg: Any, optimizer: Any, number: int, total: int) -> None:
+    """A group that waits for a share of the steps has a schedule of its own, with its own warmup, over the rest."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        waited = waits(group["after"], total)
+        moving = number > waited
+        group["lr"] = group["multiple"] * _rate(cfg, number - waited, total - waited) if moving else 0.0

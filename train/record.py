@@ -26,11 +26,12 @@ from paceline.data.conversations import Dataset, coloured, supervision
 from paceline.models.drafter import Drafter
 from paceline.models.errors import Refusal
 from paceline.models.export import save_export
-from paceline.models.target import Target
 from paceline.train import checkpoint
+from paceline.train.trunk import Trunk
 from paceline.train.yardstick import Measurement
 
 # What may differ between a run and its resumption without making it another run.
+BEFORE = {"trunk": {"kind": "frozen"}}  # what runs of before there was a choice did
 FREE = {"out", "resume", "tracker.name", "tracker.mode", "train.save_every", "train.keep", "train.log_every"}
 
 
@@ -78,7 +79,7 @@ class Record:
         if (out / "config.yaml").exists():
             if not cfg.resume:
                 return Refusal(f"out={out} holds a run already: resume=true goes on with it, or give another out")
-            different = _first_difference(yaml.safe_load((out / "config.yaml").read_text()), cfg.plain())
+            different = _first_difference(BEFORE | yaml.safe_load((out / "config.yaml").read_text()), cfg.plain())
             if different:
                 return Refusal(f"{different}: start afresh in another out, the run in out={out} is not like that")
         out.mkdir(parents=True, exist_ok=True)
@@ -129,9 +130,9 @@ class Record:
         show(coloured(data.train[0], tokenizer))
 
     @contextmanager
-    def running(self, begun: int, total: int, drafter: Drafter, target: Target, data: Dataset) -> Iterator[None]:
+    def running(self, begun: int, total: int, drafter: Drafter, trunk: Trunk, data: Dataset) -> Iterator[None]:
         """Around all steps: what is shown and tracked meanwhile is closed however they end."""
-        self.total = total
+        self.total, self._terms = total, trunk.terms
         self._clock, self._seen = time.monotonic(), self.tokens
         if self.main:
             _write_whole(self.out / "config.yaml", self.cfg.yaml())
@@ -139,7 +140,7 @@ class Record:
             _write_whole(self.out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in known))
             if self.cfg.tracker.name == "wandb":
                 self._tracker = _wandb(self.cfg, self.out)
-        self._announce(begun, drafter, target)
+        self._announce(begun, drafter, trunk)
         failed = True
         try:
             yield
@@ -157,13 +158,16 @@ class Record:
                 highlight=False,
             )
 
-    def _announce(self, begun: int, drafter: Drafter, target: Target) -> None:
+    def _announce(self, begun: int, drafter: Drafter, trunk: Trunk) -> None:
         size = sum(parameter.numel() for parameter in drafter.parameters()) / 1e6
+        own = sum(p.numel() for group in trunk.groups(drafter)[1:] for p in group["params"])
+        beside = f" and {own / 1e6:.2f} M of the target's trunk ({self.cfg.trunk.kind})" if own else ""
         covered = ""
         if self.coverage is not None and drafter.vocab_map is not None:
             covered = f", draft vocabulary {len(drafter.vocab_map)} ({self.coverage:.1%} of supervised tokens)"
         self.console.print(
-            f"[bold]{drafter.options.name}[/]: {size:.1f} M parameters trained for {target.source}{covered}; "
+            f"[bold]{drafter.options.name}[/]: {size:.1f} M parameters{beside} trained for "
+            f"{trunk.original.source}{covered}; "
             f"{self.total - begun} steps of {self.cfg.train.batch_tokens} tokens into {self.out}"
         )
         if self.console.is_terminal and self.main:
@@ -195,9 +199,12 @@ class Record:
         now = time.monotonic()
         speed = (self.tokens - self._seen) / max(now - self._clock, 1e-9)
         self._clock, self._seen = now, self.tokens
+        loss = _ratios(self._pending, "loss", "learnt")
+        depths = len(news["right"])
         line = {
             "step": number,
-            "loss": _ratios(self._pending, "loss", "learnt"),
+            "loss": loss[:depths],
+            **{f"trunk_{name}": own for name, own in zip(self._terms, loss[depths:], strict=True)},
             "accuracy": _ratios(self._pending, "right", "asked"),
             "lr": rate,
             "grad_norm": news["grad_norm"],
@@ -214,12 +221,14 @@ class Record:
         elif number == 1 or number == self.total or number % (every * 10) == 0:
             self.console.print(f"step {number}/{self.total}  {note}", highlight=False)
 
-    def measured(self, number: int, found: Measurement, drafter: Drafter, target: Target, data: Dataset) -> None:
+    def measured(self, number: int, found: Measurement, drafter: Drafter, trunk: Trunk, data: Dataset) -> None:
         """Take note of a decode of the held-out prompts; the best drafter so far becomes the export."""
         length = found.acceptance.mean_acceptance_length or 0.0
         better = length > self.best
-        told = {"step": number, "tokens": self.tokens, "mean_acceptance_length": length}
-        self._write(told | {"held_out_accuracy": found.accuracy})
+        told: dict[str, Any] = {"step": number, "tokens": self.tokens, "mean_acceptance_length": length}
+        told |= {"held_out_accuracy": found.accuracy, "held_out_text_accuracy": found.text_accuracy}
+        drift = {} if found.drift is None else {f"trunk_{name}": value for name, value in found.drift.as_dict().items()}
+        self._write(told | drift)
         self.console.print(
             f"step {number}: mean acceptance length [bold]{length:.3f}[/] on held-out prompts "
             f"(accuracy {_short(found.accuracy, 3)}){' - best so far, exported' if better else ''}",
@@ -227,11 +236,11 @@ class Record:
         )
         if better:
             self.best, self.best_step = length, number
-            self._export(number, found, drafter, target, data)
+            self._export(number, found, drafter, trunk, data)
         self._clock, self._seen = time.monotonic(), self.tokens  # decoding is no training time
 
-    def _export(self, number: int, found: Measurement, drafter: Drafter, target: Target, data: Dataset) -> None:
-        cfg = self.cfg
+    def _export(self, number: int, found: Measurement, drafter: Drafter, trunk: Trunk, data: Dataset) -> None:
+        cfg, learnt = self.cfg, trunk.learnt(self.cfg.export.dtype)
         save_export(
             drafter,
             self.out / "export",
@@ -241,9 +250,10 @@ class Record:
                 "path": cfg.target.path,
                 "quantize": cfg.target.quantize,
                 "trust_remote_code": cfg.target.trust_remote_code,
-                "fingerprint": target.fingerprint,
+                "fingerprint": trunk.original.fingerprint,
                 "template_sha256": data.provenance["template_sha256"],
             },
+            trunk=None if learnt is None else (trunk.original, learnt),
             tree={"paths": found.paths, "nodes": cfg.decode.nodes},
             vocabulary_coverage=self.coverage,
             provenance={
@@ -251,9 +261,11 @@ class Record:
                 "tokens": self.tokens,
                 "data": data.provenance,
                 "train": cfg.train.plain(),
+                "trunk": cfg.trunk.plain(),
                 "seed": cfg.seed,
             },
             acceptance=found.acceptance.as_dict(),
+            drift=None if found.drift is None else found.drift.as_dict(),
         )
 
     def _write(self, line: dict[str, Any]) -> None:

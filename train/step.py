@@ -1,6 +1,7 @@
 """The teacher-forced unroll: what `accelerator.prepare` wraps. One chain per position, all positions at once.
 
-Holds the drafter; a frozen target is never its submodule. Knows no optimiser, schedule or process group.
+Holds the drafter, and the trunk only where that is trained; a frozen target is never its submodule. Knows no optimiser,
+schedule or process group.
 
     Legend: B rows, T sequence, K depths trained, H hidden, D draft vocabulary, R supervised rows of a chunk.
 
@@ -29,7 +30,10 @@ BEYOND = 1 << 30  # the rank of a token behind the end of its document
 
 @dataclass
 class Sums:
-    """Over one batch, per depth [K]: loss summed, predictions that were right. Differentiable in `loss` only."""
+    """Over one batch, per depth [K]: loss summed, predictions that were right. Differentiable in `loss` only.
+
+    Behind the depths' stands the loss of each of the trunk's own terms, where it is trained.
+    """
 
     loss: Tensor
     right: Tensor
@@ -37,7 +41,7 @@ class Sums:
 
 @dataclass
 class Counts:
-    """Over one batch, per depth [K] int64: rows the loss looks at, and rows an accuracy is taken over.
+    """Over one batch, per depth [K] int64 (and own term of the trunk): rows the loss looks at; rows of the accuracy.
 
     A token outside the draft vocabulary can be neither drafted nor learnt: it is no loss row, but in every accuracy it
     is a miss.

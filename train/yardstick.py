@@ -9,14 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.data.batch import pack
+from paceline.data.batch import Batch, pack
 from paceline.data.conversations import Dataset, Example, opening, prompt_ids, stop_ids
 from paceline.data.prompts import prompts as bundled_prompts
-from paceline.decode import VERIFIERS, AcceptanceReport, Decoder, Sampler, best_static, shape_of, usual_depth
+from paceline.decode import (
+    VERIFIERS,
+    AcceptanceReport,
+    Decoder,
+    Drift,
+    Sampler,
+    best_static,
+    drift,
+    shape_of,
+    usual_depth,
+)
 from paceline.models.drafter import Drafter, build
 from paceline.models.packed import pack_weights
 from paceline.models.target import DTYPES, Target
 from paceline.train.step import BEYOND, ranks
+from paceline.train.trunk import Trunk
 
 GROWING = 3  # prompts whose answers the tree is grown from, for each that is decoded
 LARGEST_TREE = 64  # nodes of the static tree that is kept; smaller ones are its beginning
@@ -24,53 +35,73 @@ LARGEST_TREE = 64  # nodes of the static tree that is kept; smaller ones are its
 
 @dataclass
 class Measurement:
-    """acceptance: of the decoded prompts. accuracy: per depth, top-1 on the target's own text. paths: a static tree."""
+    """acceptance: of the decoded prompts. accuracy: per depth, top-1 on the target's own text. paths: a static tree.
+
+    text_accuracy: per depth, top-1 on what the held-out conversations say. drift: where the trunk is trained.
+    """
 
     acceptance: AcceptanceReport
     accuracy: list[float | None]
+    text_accuracy: list[float | None]
     paths: list[list[int]]
+    drift: Drift | None = None
 
 
 class Yardstick:
-    """Held-out prompts and what the target answers them greedily, computed once.
+    """Held-out prompts and what the target answers them greedily, computed once for each target that is met.
 
     The first `eval.held_out_prompts` are decoded; the tree they are decoded with is grown from the answers to others,
     so that it is not judged on what it was fitted to (unless too few are held out).
     """
 
-    def __init__(self, cfg: Any, target: Target, tokenizer: Any, data: Dataset):
-        self.cfg, self.target = cfg, target
+    def __init__(self, cfg: Any, tokenizer: Any, data: Dataset):
+        self.cfg = cfg
         self.eos = stop_ids(tokenizer)
         chats = [opening(chat) for chat in data.held_out_conversations]
         asked = [ids for ids in (prompt_ids(tokenizer, chat) for chat in chats) if len(ids) <= cfg.data.max_length]
         asked = asked or [prompt_ids(tokenizer, prompt.messages) for prompt in bundled_prompts("bench")]
         count = cfg.eval.held_out_prompts
         self.prompts = asked[:count]
-        others = asked[count : count * (1 + GROWING)] or self.prompts
-        answers = Decoder(target).generate(others, cfg.eval.max_new_tokens, eos=self.eos).tokens
-        self.batch = pack([_written(*pair) for pair in zip(others, answers, strict=True)]).to(target.device)
-        self._hidden: dict[tuple[int, ...], Tensor] = {}
+        self.others = asked[count : count * (1 + GROWING)] or self.prompts
+        self.text = pack(data.held_out[: count * (1 + GROWING)])
+        self._answers: tuple[Target, list[tuple[list[int], list[int]]]] | None = None
 
-    def measure(self, drafter: Drafter) -> Measurement:
+    def measure(self, drafter: Drafter, trunk: Trunk) -> Measurement:
         """Decode the held-out prompts; the static tree is grown anew from where this drafter is right."""
-        exported = as_exported(drafter, self.target, self.cfg.export.dtype)
+        target = trunk.as_exported(self.cfg.export.dtype)
+        answered = self._answered(target)
+        exported = as_exported(drafter, target, self.cfg.export.dtype)
         decode = self.cfg.decode
         depth = decode.depth or usual_depth(exported)
-        there = ranks(exported, self.batch, self._read(exported.taps), depth, self.target.vocab)
+        there = _ranks(exported, target, pack([_written(*pair) for pair in answered]), depth)
         paths = best_static(there, LARGEST_TREE, depth).paths
         shape = shape_of(decode.tree, decode.nodes, decode.depth, decode.width, exported, paths)
         sampler = Sampler(decode.temperature, decode.top_k, decode.top_p, decode.seed)
-        decoder = Decoder(self.target, exported, shape, VERIFIERS[decode.verify], sampled=decode.drafts == "sampled")
+        decoder = Decoder(target, exported, shape, VERIFIERS[decode.verify], sampled=decode.drafts == "sampled")
         generation = decoder.generate(self.prompts, self.cfg.eval.max_new_tokens, sampler=sampler, eos=self.eos)
-        right, asked = (there == 0).sum(0).tolist(), (there < BEYOND).sum(0).tolist()
-        accuracy = [r / n if n else None for r, n in zip(right, asked, strict=True)]
-        return Measurement(generation.report, accuracy, [list(path) for path in paths])
+        text = _ranks(exported, target, self.text, depth)
+        moved = None if target is trunk.original else drift(trunk.original, target, answered)
+        return Measurement(generation.report, _accuracy(there), _accuracy(text), [list(p) for p in paths], moved)
 
-    def _read(self, taps: tuple[int, ...]) -> Tensor:
-        if taps not in self._hidden:
-            batch = self.batch
-            self._hidden[taps] = self.target(batch.ids, taps, documents=batch.document, positions=batch.positions)[0]
-        return self._hidden[taps]
+    def _answered(self, target: Target) -> list[tuple[list[int], list[int]]]:
+        """(prompt, answer) of the other prompts, as `target` answers them; remembered for the last one asked."""
+        if self._answers is None or self._answers[0] is not target:
+            answers = Decoder(target).generate(self.others, self.cfg.eval.max_new_tokens, eos=self.eos).tokens
+            self._answers = target, list(zip(self.others, answers, strict=True))
+        return self._answers[1]
+
+
+def _ranks(drafter: Drafter, target: Target, batch: Batch, depth: int) -> Tensor:
+    """`step.ranks`, of a batch that the target has still to read."""
+    batch = batch.to(target.device)
+    hidden, _ = target(batch.ids, drafter.taps, documents=batch.document, positions=batch.positions)
+    return ranks(drafter, batch, hidden, depth, target.vocab)
+
+
+def _accuracy(there: Tensor) -> list[float | None]:
+    """Per depth, how often the likeliest draft token is the text's; None where no text was."""
+    right, asked = (there == 0).sum(0).tolist(), (there < BEYOND).sum(0).tolist()
+    return [r / n if n else None for r, n in zip(right, asked, strict=True)]
 
 
 def as_exported(drafter: Drafter, target: Target, dtype: str) -> Drafter:

@@ -1,0 +1,230 @@
+"""The target under a drafter that learns: left as it is, or trained with it. One interface for the loop, two kinds.
+
+    frozen    `FrozenTrunk`: no part of the step; its states come from `Features`
+    lora      `TrainedTrunk` with adapters on the target's own weights, which stay
+    full      `TrainedTrunk` on a float32 copy of all of them
+
+Whatever it is, the target as it was loaded stays there, untouched: it is what an export names, what self-distillation
+asks, and what a run ends with in memory. For `full` that is a second copy. The alternative, its logits kept for
+every token, would take a vocabulary's worth of numbers a token: more than the weights from a few thousand tokens on.
+Knows the step and its loss terms. Does not know methods, files or the loop.
+
+    Legend: B rows, T sequence, K depths trained, H hidden, F = len(taps) * H, E own terms of the trunk.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.data.batch import Batch, Loader
+from paceline.models.drafter import Drafter
+from paceline.models.target import Target
+from paceline.models.trunk import Learnt
+from paceline.train.features import Features
+from paceline.train.objective import Taught, ce, kl
+from paceline.train.step import Counts, Sums, TrainStep, predicted
+
+
+class FrozenTrunk:
+    """The target as it is. `live`: what the drafter borrows from. terms: names of the trunk's own loss terms."""
+
+    terms: tuple[str, ...] = ()
+
+    def __init__(self, original: Target, features: Features):
+        self.original = self.live = original
+        self._features = features
+
+    def learners(self, drafter: Drafter) -> nn.Module:
+        """What is trained, as one module: what is optimised, clipped and checkpointed."""
+        return drafter
+
+    def groups(self, drafter: Drafter) -> list[dict[str, Any]]:
+        """For the optimiser: parameters, the multiple of the learning rate they take, the share of steps they wait."""
+        return [_group(drafter)]
+
+    def step(self, drafter: Drafter, chunk: int, vocab: int) -> TrainStep:
+        """What accelerate prepares, once the drafter has its weights and its vocabulary."""
+        self._teacher = self.original.head.rows(drafter.vocab_map)
+        return TrainStep(drafter, chunk, vocab)
+
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """What the step is given beside a batch."""
+        return (*self._features.of(batch), self._teacher)
+
+    def turn(self, number: int, total: int) -> None:
+        """Optimiser step `number` (from 1) of `total` begins."""
+
+    def weights(self, depths: Sequence[float]) -> list[float]:
+        """Weights of the depths' losses, and of the own terms behind them, in this step."""
+        return list(depths)
+
+    def learnt(self, dtype: str) -> Learnt | None:
+        """What differs from the original, as exported; None for nothing."""
+        return None
+
+    def as_exported(self, dtype: str) -> Target:
+        """The target that an export of this step would decode with."""
+        return self.original
+
+
+class TrainedTrunk(nn.Module):
+    """Adapters or all weights of a target, learning from the depths' losses and from terms of their own.
+
+    next: cross-entropy to the text's next token. distil: KL(original || trunk), so that it goes on saying what it said.
+    Both look where that next token is supervised, and are divided by how many those are.
+    """
+
+    def __init__(self, original: Target, options: Any):
+        """options: `Lora` or `Full` of conf/schema.py."""
+        super().__init__()
+        self._original, self.options = (original,), options  # a tuple: what is frozen is no submodule
+        if options.kind == "lora":
+            self.live = original.adapted(options.rank, options.alpha, options.dropout, options.modules)
+        else:
+            self.live = original.unfrozen()
+        own = {"next": options.next_weight, "distil": options.distil_weight}
+        self.own = {name: weight for name, weight in own.items() if weight}
+        self.terms = tuple(self.own)
+        self.moving, self._depth_weight = True, options.depth_weight
+
+    @property
+    def original(self) -> Target:
+        return self._original[0]
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    # -- for the loop, as FrozenTrunk has it
+
+    def learners(self, drafter: Drafter) -> nn.Module:
+        return Learners(drafter, self)
+
+    def groups(self, drafter: Drafter) -> list[dict[str, Any]]:
+        return [_group(drafter), _group(self, self.options.lr, self.options.after)]
+
+    def step(self, drafter: Drafter, chunk: int, vocab: int) -> TrainStep:
+        return JointStep(drafter, self, chunk, vocab)
+
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        return ()
+
+    def turn(self, number: int, total: int) -> None:
+        waited = waits(self.options.after, total)
+        self.moving = number > waited
+        rises = self.options.depth_ramp * (total - waited)
+        risen = min(1.0, (number - waited) / rises) if self.moving and rises else 1.0
+        self._depth_weight = self.options.depth_weight * math.sin(math.pi / 2 * risen)
+
+    def weights(self, depths: Sequence[float]) -> list[float]:
+        return [*(self._depth_weight * weight for weight in depths), *self.own.values()]
+
+    def learnt(self, dtype: str) -> Learnt:
+        options = self.options
+        rank, alpha = (options.rank, options.alpha) if options.kind == "lora" else (0, 1.0)
+        return Learnt.by(self.live, options.kind, rank, alpha, dtype)
+
+    def as_exported(self, dtype: str) -> Target:
+        return self.learnt(dtype).applied(self.original)
+
+    # -- for the step
+
+    def counts(self, batch: Batch) -> Tensor:
+        """[E] int64, what the own terms' sums are divided by: 0 as long as the trunk waits."""
+        return predicted(batch, -1).sum().expand(len(self.terms)) * self.moving
+
+    def forward(
+        self, batch: Batch, taps: Sequence[int], vocab: int | None, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [B, T, F] and last [B, T, H] as a target says them, with their graph, and [E], its own losses summed.
+
+        While it waits there is no graph, and no own loss.
+        """
+        where = {"documents": batch.document, "positions": batch.positions}
+        with torch.set_grad_enabled(self.moving and torch.is_grad_enabled()):
+            hidden, last = self.live(batch.ids, taps, **where)
+        own = last.new_zeros(len(self.terms), dtype=torch.float32)
+        if not self.moving:
+            # every parameter gets a gradient, if one of zeros: DDP waits for it
+            return hidden, last, own + 0.0 * torch.stack([p.sum() for p in self.trained().values()]).sum()
+        before = last
+        if "distil" in self.own:
+            with torch.autocast(last.device.type, enabled=False):
+                _, before = self.original(batch.ids, **where)
+        tokens = predicted(batch, -1).flatten().nonzero()[:, 0]  # flat index of x[t+1], which stands at t's right
+        for rows in tokens.split(chunk):
+            labels = batch.ids.flatten()[rows]
+            states, theirs = (whole.flatten(0, 1)[rows - 1] for whole in (last, before))
+            own = own + checkpoint(self._chunk, states, theirs, labels, vocab, use_reentrant=False)
+        return hidden, last, own
+
+    def _chunk(self, states: Tensor, theirs: Tensor, labels: Tensor, vocab: int | None) -> Tensor:
+        """States [R, H] of trunk and original -> [E]; logits of one chunk at a time exist."""
+        logits = self.live.head(states)[:, :vocab]
+        losses = []
+        for name in self.terms:
+            if name == "next":
+                losses.append(ce(logits, labels, None).sum())
+            else:
+                taught = Taught.of(self.original.head(theirs)[:, :vocab])
+                losses.append(kl(logits, labels, taught).sum())
+        return torch.stack(losses)
+
+
+Trunk = FrozenTrunk | TrainedTrunk
+
+
+def trunk_of(cfg: Any, original: Target, drafter: Drafter, loader: Loader) -> Trunk:
+    """The trunk that `cfg.trunk` asks for."""
+    if cfg.trunk.kind == "frozen":
+        return FrozenTrunk(original, Features(original, drafter.taps, loader, cfg.data.features == "memory"))
+    return TrainedTrunk(original, cfg.trunk)
+
+
+def waits(after: float, total: int) -> int:
+    """Steps of `total` in which what begins after a share of them does not move yet."""
+    return round(after * total)
+
+
+def _group(module: nn.Module, multiple: float = 1.0, after: float = 0.0) -> dict[str, Any]:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return {"params": trained, "multiple": multiple, "after": after}
+
+
+class JointStep(TrainStep):
+    """The unroll over what the trunk says here and now, so that it learns from every depth; and its own terms."""
+
+    def __init__(self, drafter: Drafter, trunk: TrainedTrunk, chunk: int = 512, vocab: int | None = None):
+        super().__init__(drafter, chunk, vocab)
+        self.trunk, self.vocab = trunk, vocab
+
+    def counts(self, batch: Batch) -> Counts:
+        counts = super().counts(batch)
+        return Counts(torch.cat([counts.learnt, self.trunk.counts(batch)]), counts.asked)
+
+    def forward(self, batch: Batch) -> Sums:  # type: ignore[override]
+        hidden, last, own = self.trunk(batch, self.drafter.taps, self.vocab, self.chunk)
+        self.drafter.borrow(self.trunk.live)  # anew each time: some rows of a head are a copy
+        teacher = self.trunk.live.head.rows(self.drafter.vocab_map)
+        # the drafter comes near what the trunk says now, not the trunk to the drafter
+        sums = super().forward(batch, hidden, last.detach(), teacher)
+        return Sums(torch.cat([sums.loss, own]), sums.right)
+
+
+class Learners(nn.Module):
+    """A drafter and its trunk as one module whose state is the drafter's, and what is trained of the trunk."""
+
+    def __init__(self, drafter: Drafter, trunk: TrainedTrunk):
+        super().__init__()
+        self.drafter, self.trunk = drafter, trunk
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        whole = super().state_dict(*args, **options)
+        trained = {f"trunk.{name}" for name in self.trunk.trained()}
+        return {name: tensor for name, tensor in whole.items() if name.startswith("drafter.") or name in trained}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({**super().state_dict(), **state_dict}, strict, assign)
