@@ -121,23 +121,24 @@ def _dequantise_smollm2(work: Path) -> None:
 
 def _build_tiny(work: Path) -> None:
     """A seeded random Llama with the bundled byte-level tokenizer: for tests and for trying an option in seconds."""
-    _build_llama(work, hidden=64, layers=4, dtype=torch.bfloat16)
+    _build_llama(work, torch.bfloat16)
 
 
 def _build_tiny_pretrain(work: Path) -> None:
-    """The same, wider and in float32, to be trained from scratch: bytes keep its tables small and its steps quick."""
-    _build_llama(work, hidden=128, layers=4, dtype=torch.float32)
+    """The same to be trained from scratch, over bytes, which keep its tables small: float32, and for its width
+    larger weights, without which it learns nothing for hundreds of steps."""
+    _build_llama(work, torch.float32, initializer_range=0.1)
 
 
-def _build_llama(work: Path, hidden: int, layers: int, dtype: torch.dtype) -> None:
+def _build_llama(work: Path, dtype: torch.dtype, **options: Any) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     files = Path(__file__).parent / "tiny"
     config = LlamaConfig(
         vocab_size=288,  # more rows than the tokenizer has entries, as released checkpoints often have
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
@@ -145,6 +146,7 @@ def _build_llama(work: Path, hidden: int, layers: int, dtype: torch.dtype) -> No
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
+        **options,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

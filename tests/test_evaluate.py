@@ -20,7 +20,7 @@ from paceline.scripts import evaluate
 PATHS = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0]]
 SMALL = ["eval.limit=4", "eval.max_new_tokens=12", "dtype=float32"]
 KEYS = {
-    "": "drafter target setting acceptance speed by_category intervals prompts exactness",
+    "": "drafter target setting acceptance speed by_category intervals prompts exactness drift",
     "setting": "dtype tree depth nodes width drafts verify lossy temperature top_k top_p seed batch prompts "
     "num_prompts max_new_tokens plain threads device machine command paceline torch transformers",
     "acceptance": "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos mean_acceptance_length "

@@ -143,23 +143,23 @@ class TrainedTrunk(nn.Module):
 
         While it waits there is no graph, and no own loss.
         """
-        where = {"documents": batch.document, "positions": batch.positions}
-        with torch.set_grad_enabled(self.moving and torch.is_grad_enabled()):
-            hidden, last = self.live(batch.ids, taps, **where)
-        own = last.new_zeros(len(self.terms), dtype=torch.float32)
+        own = torch.zeros(len(self.terms), device=batch.ids.device)
         if not self.moving:
             # every parameter gets a gradient, if one of zeros: DDP waits for it
-            return hidden, last, own + 0.0 * torch.stack([p.sum() for p in self.trained().values()]).sum()
-        before = last
-        if "distil" in self.own:
-            with torch.autocast(last.device.type, enabled=False):
-                _, before = self.original(batch.ids, **where)
+            return *self._before(batch, taps), own + 0.0 * torch.stack([p.sum() for p in self.trained().values()]).sum()
+        hidden, last = self.live(batch.ids, taps, documents=batch.document, positions=batch.positions)
+        before = self._before(batch)[1] if "distil" in self.own else last
         tokens = predicted(batch, -1).flatten().nonzero()[:, 0]  # flat index of x[t+1], which stands at t's right
         for rows in tokens.split(chunk):
             labels = batch.ids.flatten()[rows]
             states, theirs = (whole.flatten(0, 1)[rows - 1] for whole in (last, before))
             own = own + checkpoint(self._chunk, states, theirs, labels, vocab, use_reentrant=False)
         return hidden, last, own
+
+    def _before(self, batch: Batch, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """What the target says that was not trained."""
+        with torch.autocast(batch.ids.device.type, enabled=False):
+            return self.original(batch.ids, taps, documents=batch.document, positions=batch.positions)
 
     def _chunk(self, states: Tensor, theirs: Tensor, labels: Tensor, vocab: int | None) -> Tensor:
         """States [R, H] of trunk and original -> [E]; logits of one chunk at a time exist."""
@@ -207,8 +207,9 @@ class JointStep(TrainStep):
 
     def forward(self, batch: Batch) -> Sums:  # type: ignore[override]
         hidden, last, own = self.trunk(batch, self.drafter.taps, self.vocab, self.chunk)
-        self.drafter.borrow(self.trunk.live)  # anew each time: some rows of a head are a copy
-        teacher = self.trunk.live.head.rows(self.drafter.vocab_map)
+        speaker = self.trunk.live if self.trunk.moving else self.trunk.original
+        self.drafter.borrow(speaker)  # anew each time: some rows of a head are a copy
+        teacher = speaker.head.rows(self.drafter.vocab_map)
         # the drafter comes near what the trunk says now, not the trunk to the drafter
         sums = super().forward(batch, hidden, last.detach(), teacher)
         return Sums(torch.cat([sums.loss, own]), sums.right)
