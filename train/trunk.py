@@ -25,8 +25,10 @@ from paceline.models.drafter import Drafter
 from paceline.models.target import Target
 from paceline.models.trunk import Learnt
 from paceline.train.features import Features
-from paceline.train.objective import Taught, ce, kl
+from paceline.train.objective import learn
 from paceline.train.step import Counts, Sums, TrainStep, predicted
+
+OWN = {"next": {"ce": 1.0}, "distil": {"kl": 1.0}}  # what the trunk's own terms are made of
 
 
 class FrozenTrunk:
@@ -164,14 +166,13 @@ class TrainedTrunk(nn.Module):
     def _chunk(self, states: Tensor, theirs: Tensor, labels: Tensor, vocab: int | None) -> Tensor:
         """States [R, H] of trunk and original -> [E]; logits of one chunk at a time exist."""
         logits = self.live.head(states)[:, :vocab]
+        there = torch.ones_like(labels, dtype=torch.bool)[None]
         losses = []
         for name in self.terms:
-            if name == "next":
-                losses.append(ce(logits, labels, None).sum())
-            else:
-                taught = Taught.of(self.original.head(theirs)[:, :vocab])
-                losses.append(kl(logits, labels, taught).sum())
-        return torch.stack(losses)
+            with torch.no_grad():
+                taught = self.original.head(theirs)[:, :vocab] if name == "distil" else None
+            losses.append(learn(OWN[name], [logits], labels, there, taught)[0])
+        return torch.cat(losses)
 
 
 Trunk = FrozenTrunk | TrainedTrunk
