@@ -392,6 +392,8 @@ class TrainConfig(Section):
             return
         if self.data.features == "memory":
             raise Refusal(f"data.features: memory holds what a trunk={kind} soon no longer says; nearest: online")
+        if self.train.compile:
+            raise Refusal(f"train.compile: {self.train.compile} is for a frozen trunk, not for {kind}; nearest: false")
         if quantize != "none":
             raise Refusal(f"target.quantize: {quantize} can be drafted for, not trained: trunk={kind}; nearest: none")
         if self.method.taps == ():

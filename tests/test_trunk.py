@@ -592,6 +592,7 @@ def test_medusa2_and_pretraining_choose_their_trunk_and_a_word_changes_it() -> N
 
 def refusals() -> Iterator[tuple[list[str], str]]:
     yield ["trunk=lora", "data.features=memory"], r"data.features: memory .*trunk=lora.*nearest: online"
+    yield ["trunk=full", "train.compile=auto"], r"train.compile: auto is for a frozen trunk.*nearest: false"
     yield ["trunk=full", "target.quantize=4bit"], r"target.quantize: 4bit .*nearest: none"
     yield ["trunk=full", "trunk.distil_weight=0"], r"trunk.next_weight, trunk.distil_weight: .*nearest"
     yield ["trunk=lora", "trunk.modules=[]"], r"trunk.modules: \[\]"
