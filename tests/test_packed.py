@@ -1,11 +1,13 @@
-"""Packed weights are the same linear layers: same answers, same gradients to what is read, the weights untouched."""
+"""Packed weights are the same layers: same answers, same gradients to what is read, the weights untouched."""
 
 import pytest
 import torch
-from torch import nn
+from fakes import VOCAB, target_of
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.models.packed import Packed, pack_weights, packable
+from paceline.models import packed
+from paceline.models.packed import Packed, PackedLayer, PackedTrunk, pack_weights, packable, unpack_weights
 from paceline.models.target import Target, folder
 
 possible = pytest.mark.skipif(
@@ -22,12 +24,12 @@ def layer(bias: bool) -> nn.Linear:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(48,), (1, 48), (2, 7, 48), (0, 48), (300, 48)], ids=str)
 def test_answers_are_those_of_the_layer(shape: tuple[int, ...], bias: bool) -> None:
-    plain, packed = layer(bias), layer(bias)
-    pack_weights(packed)
+    plain, quick = layer(bias), layer(bias)
+    pack_weights(quick)
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    torch.testing.assert_close(packed(x), plain(x), rtol=1e-2, atol=1e-2)
-    assert packed(x).shape == (*shape[:-1], 80) and torch.equal(packed.weight, plain.weight)
-    assert packed(x.float().bfloat16()[..., :]).dtype == torch.bfloat16
+    torch.testing.assert_close(quick(x), plain(x), rtol=1e-2, atol=1e-2)
+    assert quick(x).shape == (*shape[:-1], 80) and torch.equal(quick.weight, plain.weight)
+    assert quick(x.float().bfloat16()[..., :]).dtype == torch.bfloat16
 
 
 @possible
@@ -51,10 +53,78 @@ def test_only_frozen_bfloat16_layers_are_packed() -> None:
         assert not isinstance(module.forward, Packed)
 
 
+# ---------------------------------------------------------------- whole layers
+
+
+class Unpacked(Packed):
+    """Stands for a packed weight in float32, so that all else is compared exactly."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_packed_layers_are_the_layers_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed rows, a prompt, a tree behind it, taps, and what is read by its embeddings."""
+    plain, target = target_of(family), target_of(family)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for ours, theirs in zip(target.parameters(), plain.parameters(), strict=True):  # no bias 0, no norm 1
+            theirs.data += 0.1 * torch.randn_like(theirs)
+            ours.data.copy_(theirs)
+    monkeypatch.setattr(packed, "packable", lambda weight: True)
+    monkeypatch.setattr(packed, "Packed", Unpacked)
+    pack_weights(target.model)
+    assert isinstance(target.body.forward, PackedTrunk)
+    assert all(isinstance(layer.forward, PackedLayer) for layer in target.blocks)
+    assert not any(isinstance(part.forward, Packed) for layer in target.blocks for part in layer.modules())
+
+    taps = (1, target.layers - 1, -1)
+    ids = torch.arange(24).reshape(2, 12) % VOCAB
+    document = torch.tensor([[0] * 5 + [1] * 7, [2] * 10 + [-1] * 2])
+    rows = {"documents": document, "positions": torch.tensor([[*range(5), *range(7)], [*range(12)]])}
+    caches = [one.new_cache(2, 30) for one in (plain, target)]
+    tree = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).bool().expand(2, -1, -1)
+    found = []
+    for one, cache in zip((plain, target), caches, strict=True):
+        passes = [*one(ids, taps, **rows), *one(ids, taps, cache=cache)]
+        one.keep(cache, ids[:, :0], torch.tensor([12, 9]))
+        passes += one(ids[:, :4], taps, tree=tree, cache=cache)
+        mask = torch.zeros(2, 1, 12, 12).masked_fill(~torch.ones(12, 12).bool().tril(), torch.finfo(torch.float32).min)
+        embeds = one.embed(ids).requires_grad_()
+        out = one.body(inputs_embeds=embeds, attention_mask=mask, position_ids=torch.arange(12)[None]).last_hidden_state
+        out.square().sum().backward()
+        found.append([*passes, out, embeds.grad])
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+    own = [one.hf_generate(ids[:1], 6) for one in (plain, target)]  # with transformers' own cache
+    assert torch.equal(*own)
+    unpack_weights(target.model)
+    assert not any("forward" in part.__dict__ for part in target.model.modules())
+
+
+def test_layers_with_parts_of_their_own_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "packable", lambda weight: True)
+    monkeypatch.setattr(packed, "Packed", Unpacked)
+    granite, trained = target_of("granite"), target_of("llama")
+    trained.blocks[0].mlp.up_proj.weight.requires_grad_(True)
+    for target in (granite, trained):
+        pack_weights(target.model)
+    assert not any(isinstance(part.forward, (PackedLayer, PackedTrunk)) for part in granite.model.modules())
+    assert [isinstance(layer.forward, PackedLayer) for layer in trained.blocks] == [False] + [True] * (
+        trained.layers - 1
+    )
+    assert not isinstance(trained.body.forward, PackedTrunk)
+
+
 @possible
 def test_a_loaded_target_is_packed_and_says_what_it_said() -> None:
     target = Target.load(folder("tiny"))
-    assert sum(isinstance(part.forward, Packed) for part in target.model.modules()) == 4 * 7 + 1
+    assert isinstance(target.body.forward, PackedTrunk) and isinstance(target.model.lm_head.forward, Packed)
     ids = torch.arange(20)[None]
     _, last = target(ids)
     plain = Target.load(folder("tiny"), "float32")
