@@ -219,6 +219,8 @@ class Decode(Section):
     depth: Positive | None
     nodes: Positive
     width: Positive
+    node_cost: Share
+    depth_cost: Weight
     drafts: Literal["likeliest", "sampled"]
     verify: Literal["walk", "reject", "typical"]
     temperature: Weight

@@ -113,12 +113,17 @@ class StaticShape:
 class DynamicShape:
     """EAGLE-2's tree: at each level the `width` likeliest nodes get `width` children; in the end the likeliest stay.
 
-    nodes: how many stay, the root included. Source: Li et al. 2024 (EAGLE-2), section 4.
+    nodes: how many stay at most, the root included. Source: Li et al. 2024 (EAGLE-2), section 4.
+    node_cost, depth_cost: what a node adds to the target's pass, and one more depth to drafting, as shares of a plain
+    pass. What a node promises is its probability: those that promise less than they cost are not checked, and where the
+    nodes of a level together promise less than a depth costs, none is unfolded. 0 grows the whole tree every time.
     """
 
     nodes: int
     depth: int
     width: int
+    node_cost: float = 0.0
+    depth_cost: float = 0.0
 
     @property
     def unfolded(self) -> int:
@@ -170,7 +175,14 @@ def usual_depth(drafter: Drafter) -> int:
 
 
 def shape_of(
-    tree: str, nodes: int, depth: int | None, width: int, drafter: Drafter | None, paths: Sequence[Sequence[int]] = ()
+    tree: str,
+    nodes: int,
+    depth: int | None,
+    width: int,
+    drafter: Drafter | None,
+    paths: Sequence[Sequence[int]] = (),
+    node_cost: float = 0.0,
+    depth_cost: float = 0.0,
 ) -> Shape:
     """The shape that the `decode` options ask for.
 
@@ -180,6 +192,7 @@ def shape_of(
         depth: None for the drafter's `usual_depth`.
         paths: the export's static tree, worthiest path first, so that its first `nodes - 1` are the best tree of that
             size. A drafter that has none (n-grams) drafts a chain instead.
+        node_cost, depth_cost: see DynamicShape.
 
     Raises:
         Refusal: deeper than the drafter's heads.
@@ -189,7 +202,7 @@ def shape_of(
     check_depth(depth, drafter.max_depth)
     depth = depth or usual_depth(drafter)
     if tree == "dynamic":
-        return DynamicShape(nodes, depth, width)
+        return DynamicShape(nodes, depth, width, node_cost, depth_cost)
     if tree == "static" and paths:
         fitting = [tuple(path) for path in paths if len(path) <= depth and max(path) < width]
         return StaticShape(tuple(fitting[: nodes - 1]))
@@ -325,10 +338,11 @@ def _children(
     logits = drafter.head(level.state, depth)[..., :known].float()
     nodes, width = level.index.shape[1], min(width, logits.shape[-1])
     top, ids = logits.topk(width, dim=-1)
-    if bool(top.isnan().any()) or bool((top == torch.inf).any()):
+    mass = logits.logsumexp(-1, keepdim=True)
+    if not bool((mass < torch.inf).all()):  # nor is nan
         raise Refusal(f"the drafter's logits are not finite in {drafter.dtype}: decode with dtype=float32 or bfloat16")
     if lots is None:
-        logp = torch.where(top == -torch.inf, top, top - logits.logsumexp(-1, keepdim=True))
+        logp = torch.where(top == -torch.inf, top, top - mass)
         logp, ids = logp.expand(-1, nodes, -1), ids.expand(-1, nodes, -1)  # one may have spoken for its whole level
     else:
         logp, ids = lots.draw(drafter, logits.expand(-1, nodes, -1), level.index, depth, width)
@@ -422,7 +436,12 @@ def _unfold_dynamic(
         parent = torch.arange(n, device=ids.device).repeat_interleave(width).expand(rows, -1)
         parts.append(DraftTree(tokens, level.index.gather(1, parent), tree.size, joint))
         if depth + 1 < shape.depth:
-            best = joint.topk(min(shape.width, joint.shape[1]), dim=1).indices
+            likeliest, best = joint.topk(min(shape.width, joint.shape[1]), dim=1)
+            promise = likeliest.exp()
+            worthy = int((promise >= shape.node_cost).sum(1).max())  # of the row that has most
+            if not worthy or float(promise.sum(1).max()) < shape.depth_cost:
+                break
+            best = best[:, :worthy]
             parent, tokens, joint = parent.gather(1, best), tokens.gather(1, best), joint.gather(1, best)
             feature, state = _descend(drafter, level, parent, tokens, depth + 1, root)
             level = _Level(feature, state, joint, first + best)
@@ -431,7 +450,7 @@ def _unfold_dynamic(
     # a node is never likelier than its parent; equal ones keep the earlier, so the parent of a kept node is kept
     best = whole.logp.sort(dim=1, descending=True, stable=True).indices[:, : shape.nodes]
     kept = torch.zeros_like(whole.logp, dtype=torch.bool).scatter(1, best, True)
-    return _subset(whole, kept)
+    return _subset(whole, kept & (whole.logp.exp() >= shape.node_cost))
 
 
 def _joined(parts: list[DraftTree]) -> DraftTree:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from paceline.models.drafter import Context, Options
 from paceline.models.errors import Refusal
+from paceline.models.packed import Beside
 from paceline.models.target import Target, rope_frequencies
 
 
@@ -154,9 +155,10 @@ def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embedding of [B, heads, N, D]; what lies beyond the angles' width stays."""
     cos, sin = angles
     width = cos.shape[-1]
-    x, rest = x[..., :width], x[..., width:]
-    first, second = x.chunk(2, -1)
-    return torch.cat([x * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+    turning = x[..., :width]
+    first, second = turning.chunk(2, -1)
+    out = turning * cos + torch.cat([-second, first], -1) * sin
+    return out if width == x.shape[-1] else torch.cat([out, x[..., width:]], -1)
 
 
 class Attention(nn.Module):
@@ -170,14 +172,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(inputs, kv_heads * self.size, bias=bias)
         self.v_proj = nn.Linear(inputs, kv_heads * self.size, bias=bias)
         self.o_proj = nn.Linear(heads * self.size, hidden, bias=bool(options.out_bias))
+        self._qkv = Beside(self.q_proj, self.k_proj, self.v_proj)
         self.q_norm = RMSNorm(self.size, eps=options.eps) if options.qk_norm else None
         self.k_norm = RMSNorm(self.size, eps=options.eps) if options.qk_norm else None
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], depth: int, layer: int, ctx: Context) -> Tensor:
         """[B, N, inputs] -> [B, N, hidden]."""
-        q, k, v = (
-            part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self._qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         seen = ctx.memory.attend(ctx, depth, layer, turned(q, angles), turned(k, angles), v)
@@ -193,10 +194,12 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, width, bias=bias)
         self.up_proj = nn.Linear(hidden, width, bias=bias)
         self.down_proj = nn.Linear(width, hidden, bias=bias)
+        self._gate_up = Beside(self.gate_proj, self.up_proj)
         self.act = ACTIVATIONS[options.activation or "silu"]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self._gate_up(x)
+        return self.down_proj(self.act(gate) * up)
 
 
 class DecoderLayer(nn.Module):

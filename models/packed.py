@@ -44,6 +44,26 @@ def packable(weight: Tensor) -> bool:
     )
 
 
+class Beside:
+    """Linear layers that read the same rows; packed, they are one product. No module: the layers stay their owner's."""
+
+    def __init__(self, *parts: nn.Linear):
+        self.parts = parts
+        self._packed: Packed | None = None
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[..., in] -> [..., out] of each."""
+        if self._packed is None or x.dtype != torch.bfloat16 or x.requires_grad:
+            return tuple(part(x) for part in self.parts)
+        return self._packed(x).split([part.out_features for part in self.parts], -1)
+
+    def pack(self) -> None:
+        self._packed = _joined(*self.parts)
+
+    def unpack(self) -> None:
+        self._packed = None
+
+
 class PackedLayer:
     """A decoder layer of Llama's make, as its class computes it, in a third of the operators: one product for q, k and
     v, one for gate and up, one rotation for q and k, fused norms.
@@ -60,8 +80,8 @@ class PackedLayer:
         self._size = attention.head_dim
         self._heads, kv_heads = (part.out_features // self._size for part in (attention.q_proj, attention.k_proj))
         self._turned = self._heads + kv_heads
-        self._in, self._out = _beside(attention.q_proj, attention.k_proj, attention.v_proj), _beside(attention.o_proj)
-        self._gate_up, self._down = _beside(mlp.gate_proj, mlp.up_proj), _beside(mlp.down_proj)
+        self._in, self._out = _joined(attention.q_proj, attention.k_proj, attention.v_proj), _joined(attention.o_proj)
+        self._gate_up, self._down = _joined(mlp.gate_proj, mlp.up_proj), _joined(mlp.down_proj)
         self._act = mlp.act_fn
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
         self._own_norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -73,11 +93,7 @@ class PackedLayer:
             known
             and layer.self_attn.config._attn_implementation == "sdpa"
             and getattr(layer.self_attn, "sliding_window", None) is None
-            and all(
-                type(part) is nn.Linear and packable(part.weight) and not part.weight.requires_grad
-                for part in layer.modules()
-                if isinstance(part, nn.Linear)
-            )
+            and all(_frozen(part) for part in layer.modules() if isinstance(part, nn.Linear))
         )
 
     def __call__(
@@ -149,8 +165,8 @@ class PackedTrunk:
         return BaseModelOutputWithPast(last_hidden_state=_normed(x, trunk.norm))
 
 
-def _beside(*parts: nn.Linear) -> Packed:
-    """Linear layers that read the same, as one."""
+def _joined(*parts: nn.Linear) -> Packed:
+    """Linear layers that read the same rows, as one."""
     biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     weights: list[Tensor] = [part.weight for part in parts]
     return Packed(torch.cat(weights), torch.cat(biases) if biases else None)
@@ -158,6 +174,15 @@ def _beside(*parts: nn.Linear) -> Packed:
 
 def _normed(x: Tensor, norm: Any) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+def _frozen(layer: nn.Module) -> bool:
+    """Whether it is a linear layer that can be packed: one of torch's own, not trained."""
+    return type(layer) is nn.Linear and packable(layer.weight) and not layer.weight.requires_grad
+
+
+def _besides(module: nn.Module) -> list[Beside]:
+    return [value for part in module.modules() for value in vars(part).values() if isinstance(value, Beside)]
 
 
 def pack_weights(module: nn.Module) -> None:
@@ -171,18 +196,19 @@ def pack_weights(module: nn.Module) -> None:
             part.forward = PackedTrunk(part)
     layers = [part for part in module.modules() if isinstance(part.__dict__.get("forward"), PackedLayer)]
     inside = {id(inner) for layer in layers for inner in layer.modules()}
+    for beside in _besides(module):
+        if all(_frozen(part) for part in beside.parts):
+            beside.pack()
+            inside |= {id(part) for part in beside.parts}
     for part in module.modules():
-        if (
-            type(part) is nn.Linear
-            and id(part) not in inside
-            and packable(part.weight)
-            and not part.weight.requires_grad
-        ):
+        if id(part) not in inside and isinstance(part, nn.Linear) and _frozen(part):
             part.forward = Packed(part.weight, part.bias)  # type: ignore[assignment, method-assign]
 
 
 def unpack_weights(module: nn.Module) -> None:
     """Let the layers in `module` compute with their weights again, which may then change."""
+    for beside in _besides(module):
+        beside.unpack()
     for part in module.modules():
         if _is_packed(part):
             del part.forward

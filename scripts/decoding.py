@@ -58,7 +58,8 @@ def runtime(cfg: Any) -> Runtime:
     elif cfg.drafter == "ngram":
         drafter = build(cfg.ngram, Shape.of(target))
     asked, paths = cfg.decode, (about.get("tree") or {}).get("paths", ())
-    shape = shape_of(asked.tree, asked.nodes, asked.depth, asked.width, drafter, paths)
+    costs = asked.node_cost, asked.depth_cost
+    shape = shape_of(asked.tree, asked.nodes, asked.depth, asked.width, drafter, paths, *costs)
     return Runtime(
         tokenizer,
         Decoder(target, drafter, shape, VERIFIERS[asked.verify], timed=True, sampled=asked.drafts == "sampled"),

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.models import packed
+from paceline.models.layers import GatedMLP, LayerOptions
 from paceline.models.packed import Packed, PackedLayer, PackedTrunk, pack_weights, packable, unpack_weights
 from paceline.models.target import Target, folder
 
@@ -51,6 +52,25 @@ def test_only_frozen_bfloat16_layers_are_packed() -> None:
     for module in (trained, single, custom):
         pack_weights(module)
         assert not isinstance(module.forward, Packed)
+
+
+@possible
+def test_layers_that_read_the_same_rows_are_one_product_until_they_are_unpacked() -> None:
+    torch.manual_seed(0)
+    options = LayerOptions(heads=4, kv_heads=2, head_dim=16, intermediate=96, qkv_bias=True, mlp_bias=True)
+    plain, quick = GatedMLP(48, options), GatedMLP(48, options)
+    quick.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 48).bfloat16()
+    for module in (plain, quick):
+        module.bfloat16().requires_grad_(False)
+    pack_weights(quick)
+    assert quick.state_dict().keys() == plain.state_dict().keys()
+    assert not isinstance(quick.gate_proj.forward, Packed) and isinstance(quick.down_proj.forward, Packed)
+    torch.testing.assert_close(quick(x), plain(x), rtol=1e-2, atol=1e-2)
+    quick.gate_proj.weight.zero_()
+    assert quick(x).abs().max() > 0.1, "what is packed no longer reads the weights"
+    unpack_weights(quick)
+    assert not (quick(x) - quick.down_proj(quick.act(quick.gate_proj(x)) * quick.up_proj(x))).any()
 
 
 # ---------------------------------------------------------------- whole layers

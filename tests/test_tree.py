@@ -138,6 +138,37 @@ def test_a_dynamic_tree_keeps_the_likeliest_of_what_was_expanded() -> None:
         assert found == set(best)
 
 
+@pytest.mark.parametrize("node_cost, depth_cost", [(0.02, 0.0), (0.0, 0.5), (0.01, 0.35), (0.9, 0.0)])
+@torch.no_grad()
+def test_a_dynamic_tree_leaves_out_what_costs_more_than_it_promises(node_cost: float, depth_cost: float) -> None:
+    drafter, (feature, tokens, ctx) = Recurrent(), rows()
+    whole, frugal = DynamicShape(40, 4, 4), DynamicShape(40, 4, 4, node_cost, depth_cost)
+    sizes = []
+    for row in range(len(tokens)):
+        here = slice(row, row + 1)
+        alone = feature[here], tokens[here], Context(ctx.positions[here], ctx.count[here], ctx.memory)
+        every = probabilities(grow(drafter, whole, *alone))
+        level, deepest = {path: p for path, p in every.items() if len(path) == 2}, 1
+        while level and sum(sorted(level.values())[-frugal.width :]) >= depth_cost and deepest < frugal.depth:
+            deepest += 1
+            level = {path: p for path, p in every.items() if len(path) == deepest + 1}
+        wanted = {path for path, p in every.items() if p >= node_cost and len(path) <= deepest + 1}
+        assert set(probabilities(grow(drafter, frugal, *alone))) == wanted
+        sizes.append(len(wanted))
+    assert min(sizes) < whole.nodes
+    together = grow(drafter, frugal, feature, tokens, ctx)  # as deep as the row that promises most
+    assert all(int(size) >= least for size, least in zip(together.size, sizes, strict=True))
+    assert bool((together.logp.exp()[together.real] >= node_cost).all())
+
+
+def probabilities(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    """Of the first row: joint probability by path, the root's token first."""
+    return {
+        tuple(int(tree.tokens[0, i]) for i in path_of(tree, 0, node)): float(tree.logp[0, node].exp())
+        for node in range(int(tree.size[0]))
+    }
+
+
 def test_ids_that_only_pad_the_table_are_neither_drafted_nor_counted() -> None:
     feature, tokens, ctx = rows()
     for drafter in (Recurrent(), Recurrent(EVENS)):

@@ -75,7 +75,8 @@ class Yardstick:
         depth = decode.depth or usual_depth(exported)
         there = _ranks(exported, target, pack([_written(*pair) for pair in answered]), depth)
         paths = best_static(there, LARGEST_TREE, depth).paths
-        shape = shape_of(decode.tree, decode.nodes, decode.depth, decode.width, exported, paths)
+        costs = decode.node_cost, decode.depth_cost
+        shape = shape_of(decode.tree, decode.nodes, decode.depth, decode.width, exported, paths, *costs)
         sampler = Sampler(decode.temperature, decode.top_k, decode.top_p, decode.seed)
         decoder = Decoder(target, exported, shape, VERIFIERS[decode.verify], sampled=decode.drafts == "sampled")
         generation = decoder.generate(self.prompts, self.cfg.eval.max_new_tokens, sampler=sampler, eos=self.eos)
