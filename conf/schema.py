@@ -191,6 +191,8 @@ class Data(Section):
 class Train(Section):
     steps: Positive | None
     epochs: Rate | None
+    tokens: Positive | None
+    minutes: Rate | None
     lr: Rate
     batch_tokens: Positive
     accumulate: Positive
@@ -207,9 +209,9 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> "Train":
-        if (self.steps is None) == (self.epochs is None):
+        if sum(length is not None for length in (self.steps, self.epochs, self.tokens)) != 1:
             raise Refusal(
-                "train.steps, train.epochs: exactly one of them must be set, the other null (train.steps=null)"
+                "train.steps, train.epochs, train.tokens: exactly one must be set, the others null (train.steps=null)"
             )
         return self
 

@@ -90,6 +90,17 @@ class Loader:
         """Optimiser steps in this epoch; the same on every rank."""
         return len(self._groups(epoch))
 
+    def steps_of(self, tokens: int) -> int:
+        """Optimiser steps, over as many epochs as it takes, that read `tokens` tokens or the first few more."""
+        taken = epoch = 0
+        while True:
+            for group in self._groups(epoch):
+                taken += 1
+                tokens -= sum(len(self.examples[i]) for i in group)
+                if tokens <= 0:
+                    return taken
+            epoch += 1
+
     def batches(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """Per optimiser step from `start` on: this rank's `accumulate` micro-batches, balanced by tokens."""
         for group in self._groups(epoch)[start:]:

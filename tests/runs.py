@@ -89,10 +89,11 @@ def config(folder: Path, target: Path, *more: str, program: str = "medusa") -> A
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl, without the one figure that a clock gives."""
+    """Lines of metrics.jsonl, without the figures that a clock gives."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        line.pop("tokens_per_second", None)
+        for figure in ("tokens_per_second", "seconds"):
+            line.pop(figure, None)
     return lines
 
 

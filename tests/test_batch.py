@@ -56,6 +56,15 @@ def test_document_longer_than_the_width_is_kept_whole() -> None:
     assert batch.ids.shape == (1, 128) and batch.tokens == 100
 
 
+def test_a_budget_of_tokens_is_met_by_the_first_step_that_reaches_it() -> None:
+    loader = Loader(documents(20), 300)
+    read = [step.tokens for epoch in range(3) for (step,) in loader.batches(epoch)]
+    for budget in (1, read[0], read[0] + 1, sum(read) // 2, sum(read)):
+        steps = loader.steps_of(budget)
+        assert sum(read[: steps - 1]) < budget <= sum(read[:steps])
+    assert loader.steps_of(sum(read)) == len(read) > 3 * 3
+
+
 def test_no_documents_is_one_row_of_padding() -> None:
     batch = pack([])
     assert batch.ids.shape == (1, 64) and batch.tokens == 0 and not batch.supervised.any()

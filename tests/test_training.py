@@ -1,6 +1,7 @@
 """A run trains what it says, touches nothing else, and leaves a folder that explains itself."""
 
 import copy
+import itertools
 import json
 import math
 import struct
@@ -228,6 +229,33 @@ def test_the_learning_rate_follows_its_schedule_and_no_step_is_wasted_at_zero() 
     assert rates(8, schedule="cosine") == pytest.approx(cosine)
     assert rates(8, schedule="constant", warmup=0.5) == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1, 1])
     assert rates(8, schedule="linear", warmup=0.5, lr=10) == pytest.approx([2.5, 5, 7.5, 10, 8, 6, 4, 2])
+
+
+def test_a_budget_of_tokens_is_kept_over_epochs(tmp_path: Path, target_folder: Path) -> None:
+    fit(config(tmp_path, target_folder, "train.steps=null", "train.tokens=4000"))
+    lines = steps(tmp_path / "run")
+    assert lines[-2]["tokens"] < 4000 <= lines[-1]["tokens"] < 4300
+    epoch = Loader(loop._data(config(tmp_path, target_folder), load_tokenizer(target_folder)).train, 300).steps(0)
+    assert lines[-1]["step"] > epoch  # the data was read more than once
+    assert lines[-1]["lr"] < 1e-2 / lines[-1]["step"]
+
+
+def test_when_its_time_is_over_a_run_ends_as_any_other(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = ("train.steps=1000", "train.minutes=0.5", "train.schedule=linear", "train.warmup=0.01")
+    ticks = itertools.count(step=0.5)  # what lies between two looks at the clock, as a step does
+    monkeypatch.setattr("paceline.train.record.time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    fit(config(tmp_path, target_folder, *limited))
+    lines = steps(tmp_path / "run")
+    seconds = [json.loads(line).get("seconds") for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert lines[-1]["step"] == 61 and seconds[-2:] == [pytest.approx(30.5), None]
+    assert lines[14]["lr"] > 0.9 * 1e-2 and lines[-1]["lr"] < 0.03 * 1e-2  # and fell by then
+    left = contents(tmp_path / "run")
+    assert json.loads(left["export/drafter.json"])["provenance"]["step"] == 61
+    assert "checkpoints/step-000061/state.json" in left
+    fit(config(tmp_path, target_folder, *limited, "resume=true"))
+    assert contents(tmp_path / "run")["metrics.jsonl"] == left["metrics.jsonl"]
 
 
 def test_epochs_are_counted_in_steps_of_the_data(tmp_path: Path, target_folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 
 from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
@@ -25,6 +25,7 @@ from paceline.models.errors import Refusal
 from paceline.models.target import Target, device_of, folder
 from paceline.models.warm import warm_start
 from paceline.train import checkpoint
+from paceline.train.pace import Pace
 from paceline.train.record import Record
 from paceline.train.step import TrainStep
 from paceline.train.trunk import Trunk, trunk_of, waits
@@ -58,8 +59,9 @@ def fit(cfg: Any) -> None:
     trunk = trunk_of(cfg, target, drafter, loader)
     learners = trunk.learners(drafter)
     optimizer = _optimizer(cfg, trunk.groups(drafter))
-    total = cfg.train.steps or math.ceil(cfg.train.epochs * loader.steps(0))
+    total = _total(cfg, loader)
     begun = _resumed(place, record, learners, optimizer, accelerator) if place is not None else 0
+    pace = Pace(total, cfg.train.minutes, begun, record.seconds)
     drafter.to(accelerator.device).borrow(trunk.live)
     step = trunk.step(drafter, cfg.train.chunk, target.vocab)
     if _compiles(cfg, accelerator.device):
@@ -67,13 +69,13 @@ def fit(cfg: Any) -> None:
     trained, optimizer = accelerator.prepare(step, optimizer)
     yardstick = Yardstick(cfg, tokenizer, data) if accelerator.is_main_process else None
     with record.running(begun, total, drafter, trunk, data):
-        for number, parts in _steps(loader, begun, total):
-            trunk.turn(number, total)
-            _set_rates(cfg, optimizer, number, total)
+        for number, parts in _steps(loader, total if record.ended else begun, total):
+            at, last = _agreed(cfg, pace.at(number, record.seconds))
+            trunk.turn(at, total)
+            _set_rates(cfg, optimizer, at, total)
             news = _update(cfg, accelerator, trained, step, trunk, optimizer, parts)
-            record.step(number, news, optimizer.param_groups[0]["lr"])
+            record.step(number, news, optimizer.param_groups[0]["lr"], last)
 
-            last = number == total
             # once in a while: decode held-out prompts with the weights as exported, and keep the best
             if last or (cfg.eval.every and number % cfg.eval.every == 0):
                 if yardstick is not None:
@@ -82,6 +84,8 @@ def fit(cfg: Any) -> None:
             # once in a while: save everything an exact resume needs
             if last or number % cfg.train.save_every == 0:
                 _save(cfg, record, number, learners, optimizer, accelerator)
+            if last:
+                break
     # not at once: processes that have parted do not meet again, and --multirun may have another run for them
     atexit.register(PartialState().destroy_process_group)
 
@@ -144,6 +148,13 @@ def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Re
     return drafter
 
 
+def _total(cfg: Any, loader: Loader) -> int:
+    """Optimiser steps that were asked for, in whichever unit."""
+    if cfg.train.tokens:
+        return loader.steps_of(cfg.train.tokens)
+    return cfg.train.steps or math.ceil(cfg.train.epochs * loader.steps(0))
+
+
 def _optimizer(cfg: Any, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         groups,
@@ -192,6 +203,11 @@ def _steps(loader: Loader, begun: int, total: int) -> Iterator[tuple[int, list[B
                 if begun == total:
                     return
         number, epoch = number + steps, epoch + 1
+
+
+def _agreed(cfg: Any, told: tuple[float, bool]) -> tuple[float, bool]:
+    """What the first process concludes from its clock, where a clock has a say: all have to take the same steps."""
+    return tuple(broadcast_object_list(list(told))) if cfg.train.minutes else told
 
 
 def _update(
@@ -245,8 +261,8 @@ def _update(
     }
 
 
-def _rate(cfg: Any, number: int, total: int) -> float:
-    """Learning rate of optimiser step `number` (from 1): of the step alone, whatever the number of processes.
+def _rate(cfg: Any, number: float, total: int) -> float:
+    """Learning rate at place `number` (from 1) of the schedule, whatever the number of processes.
 
     It is highest at the last step of the warmup, and would be 0 at step `total` + 1.
     """
@@ -259,7 +275,7 @@ def _rate(cfg: Any, number: int, total: int) -> float:
     return cfg.train.lr * (1 - done if cfg.train.schedule == "linear" else 1)
 
 
-def _set_rates(cfg: Any, optimizer: Any, number: int, total: int) -> None:
+def _set_rates(cfg: Any, optimizer: Any, number: float, total: int) -> None:
     """A group that waits for a share of the steps has a schedule of its own, with its own warmup, over the rest."""
     for group in optimizer.param_groups:
         waited = waits(group["after"], total)

@@ -47,6 +47,8 @@ class Record:
         self.best = -math.inf
         self.best_step = 0
         self.tokens = 0
+        self.seconds = 0.0  # of training: steps, without decoding
+        self.ended = False  # whether the last step has been taken
         self.skipped = self.empty = 0  # optimiser steps whose gradients were not finite, or that had nothing to learn
         told: list[Any] = [None]
         if self.main:
@@ -103,6 +105,7 @@ class Record:
             "tokens": self.tokens,
             "skipped": self.skipped,
             "empty": self.empty,
+            "ended": self.ended,
             "pending": self._pending,
             "best": None if self.best == -math.inf else self.best,
             "best_step": self.best_step,
@@ -112,6 +115,9 @@ class Record:
     def restore(self, state: dict[str, Any], place: Path) -> None:
         self.tokens, self.skipped, self.empty = state["tokens"], state["skipped"], state["empty"]
         self._pending, self.coverage = state["pending"], state.get("coverage")  # the first checkpoints had none
+        # not in the checkpoint: its bytes do not depend on clocks. The first lines had none
+        known = [line.get("seconds", 0.0) for line in self._lines() if line["step"] <= state["step"]]
+        self.seconds, self.ended = max(known, default=0.0), state.get("ended", False)
         if state["best"] is not None and (self.out / "export").exists():  # not so where `out` is another run's folder
             self.best, self.best_step = state["best"], state["best_step"]
         self.console.print(f"resumed from {place}: step {state['step']}, {self.tokens} tokens seen")
@@ -133,7 +139,7 @@ class Record:
     def running(self, begun: int, total: int, drafter: Drafter, trunk: Trunk, data: Dataset) -> Iterator[None]:
         """Around all steps: what is shown and tracked meanwhile is closed however they end."""
         self.total, self._terms = total, trunk.terms
-        self._clock, self._seen = time.monotonic(), self.tokens
+        self._clock, self._seen = time.monotonic(), (self.tokens, self.seconds)
         if self.main:
             _write_whole(self.out / "config.yaml", self.cfg.yaml())
             known = [line for line in self._lines() if line["step"] <= begun]  # what came after will come again
@@ -176,12 +182,15 @@ class Record:
             self._task = self._bar.add_task("", total=self.total, completed=begun, note="")
             self._bar.start()
 
-    def step(self, number: int, news: dict[str, Any], rate: float) -> None:
-        """Take note of an optimiser step: sums and counts, divided when a line is written.
+    def step(self, number: int, news: dict[str, Any], rate: float, last: bool) -> None:
+        """Take note of an optimiser step: sums and counts, divided when a line is written. The `last` one gets a line.
 
         Raises Refusal after five steps in a row whose gradients were not finite.
         """
-        self.tokens += news["tokens"]
+        now = time.monotonic()
+        self.seconds += now - self._clock
+        self._clock = now
+        self.tokens, self.ended = self.tokens + news["tokens"], last
         self.skipped += news["skipped"]
         self.empty += news["empty"]
         self._consecutive = self._consecutive + 1 if news["skipped"] else 0
@@ -194,11 +203,11 @@ class Record:
             news = news | {"loss": nothing, "learnt": nothing, "grad_norm": None}
         self._pending.append(news)
         every = self.cfg.train.log_every
-        if number % every and number != self.total and number != 1:
+        if number % every and not last and number != 1:
             return
-        now = time.monotonic()
-        speed = (self.tokens - self._seen) / max(now - self._clock, 1e-9)
-        self._clock, self._seen = now, self.tokens
+        tokens, seconds = self._seen
+        speed = (self.tokens - tokens) / max(self.seconds - seconds, 1e-9)
+        self._seen = (self.tokens, self.seconds)
         loss = _ratios(self._pending, "loss", "learnt")
         depths = len(news["right"])
         line = {
@@ -210,6 +219,7 @@ class Record:
             "grad_norm": news["grad_norm"],
             "tokens": self.tokens,
             "tokens_per_second": speed,
+            "seconds": self.seconds,
             "skipped": self.skipped,
             "empty": self.empty,
         }
@@ -218,7 +228,7 @@ class Record:
         note = f"loss {_short(line['loss'], 2)}  accuracy {_short(line['accuracy'], 3)}  {speed:.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=number, note=note)
-        elif number == 1 or number == self.total or number % (every * 10) == 0:
+        elif number == 1 or last or number % (every * 10) == 0:
             self.console.print(f"step {number}/{self.total}  {note}", highlight=False)
 
     def measured(self, number: int, found: Measurement, drafter: Drafter, trunk: Trunk, data: Dataset) -> None:
@@ -237,7 +247,7 @@ class Record:
         if better:
             self.best, self.best_step = length, number
             self._export(number, found, drafter, trunk, data)
-        self._clock, self._seen = time.monotonic(), self.tokens  # decoding is no training time
+        self._clock = time.monotonic()  # decoding is no training time
 
     def _export(self, number: int, found: Measurement, drafter: Drafter, trunk: Trunk, data: Dataset) -> None:
         cfg, learnt = self.cfg, trunk.learnt(self.cfg.export.dtype)

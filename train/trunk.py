@@ -57,8 +57,8 @@ class FrozenTrunk:
         """What the step is given beside a batch."""
         return (*self._features.of(batch), self._teacher)
 
-    def turn(self, number: int, total: int) -> None:
-        """Optimiser step `number` (from 1) of `total` begins."""
+    def turn(self, number: float, total: int) -> None:
+        """A step begins that stands at place `number` (from 1) of `total` in the schedule."""
 
     def weights(self, depths: Sequence[float]) -> list[float]:
         """Weights of the depths' losses, and of the own terms behind them, in this step."""
@@ -114,7 +114,7 @@ class TrainedTrunk(nn.Module):
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
         return ()
 
-    def turn(self, number: int, total: int) -> None:
+    def turn(self, number: float, total: int) -> None:
         waited = waits(self.options.after, total)
         self.moving = number > waited
         rises = self.options.depth_ramp * (total - waited)
