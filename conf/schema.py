@@ -439,6 +439,7 @@ class EvaluateConfig(_Drafted):
 
     seed: Seed
     plain_file: Place | None = Field(alias="plain")  # Section.plain is a method
+    plain_prompts: Positive | None
     hf_baseline: bool
     hf_prompts: Positive | None
     eval: Prompts
@@ -454,6 +455,12 @@ class EvaluateConfig(_Drafted):
         export = Path(absolute(drafter, info))
         beside = str(export.parent if export.name == "export" else export)
         return data | {"out": f"outputs/{drafter}" if drafter in ("none", "ngram") else beside}
+
+    @model_validator(mode="after")
+    def _otherwise_all(self) -> Self:
+        if self.plain_prompts is not None and self.plain_file is None:
+            raise Refusal("plain_prompts: without plain=FILE plain decoding answers every prompt; nearest: null")
+        return self
 
     _options = field_validator("ngram", mode="before")(method_options)
 

@@ -11,10 +11,11 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from paceline.conf.entry import entry
@@ -32,9 +33,9 @@ NEAR_TIE = 2e-2  # of the largest logit: what rounding in 16 bits can turn round
 RESAMPLES = 1000
 SPEED = {
     "tokens_per_second": "new tokens / wall-clock seconds with the drafter, reading the prompt included",
-    "plain_tokens_per_second": "the same loop and prompts without a drafter",
+    "plain_tokens_per_second": "the same loop and prompts without a drafter (with plain=FILE: plain_prompts of them)",
     "hf_generate_tokens_per_second": "transformers' own generate, greedy, prompt by prompt (of hf_prompts of them)",
-    "speedup": "tokens_per_second / plain_tokens_per_second",
+    "speedup": "tokens_per_second / plain_tokens_per_second, on the same prompts",
     "speedup_vs_hf_generate": "tokens_per_second / hf_generate_tokens_per_second, on the same prompts",
     "target_pass_ms": "one target pass of plain decoding: one token a prompt (median over prompts)",
     "verify_pass_ms": "one target pass over a whole draft (median over prompts)",
@@ -56,14 +57,17 @@ def run(cfg: Any) -> None:
     ids = [prompt_ids(ready.tokenizer, prompt.messages) for prompt in asked]
     _fit(cfg, ready, asked, ids)
     ways = _ways(cfg, ready)
-    known = _known(cfg, ready, ids, ways.pop(PLAIN)) if cfg.plain_file else None
+    known = _known(cfg, ready, ids, ways[PLAIN]) if cfg.plain_file else None
+    if known is not None and cfg.plain_prompts is None:
+        del ways[PLAIN]
+    some = {GENERATE: cfg.hf_prompts, PLAIN: cfg.plain_prompts}
     console = Console()
     if not console.is_terminal:
         console.width = 120  # a log has room
     console.print(f"{len(ids)} prompts, at most {cfg.eval.max_new_tokens} new tokens each: {', '.join(ways)}")
     with progress("prompts", len(ids)) as bar:
         batches = []
-        for batch in measured(ways, ids, cfg.eval.max_new_tokens, cfg.eval.batch, cfg.hf_prompts, known):
+        for batch in measured(ways, ids, cfg.eval.max_new_tokens, cfg.eval.batch, some, known):
             batches.append(batch)
             rates = [f"{_rate(batches, way):.1f} tokens/s {way}" for way in (DRAFTED, PLAIN) if way in ways]
             bar.advance(", ".join(rates), len(batch.rows))
@@ -80,6 +84,7 @@ def run(cfg: Any) -> None:
             "num_prompts": len(ids),
             "max_new_tokens": cfg.eval.max_new_tokens,
             "plain": cfg.plain_file,
+            "plain_prompts": cfg.plain_prompts,
         },
         **figures(batches, asked, cfg.seed),
         "exactness": exactness(cfg, ready, asked, ids, batches),
@@ -89,7 +94,7 @@ def run(cfg: Any) -> None:
     write_json(file, report)
     show(console, report)
     console.print(f"all figures, prompt by prompt: {file}", highlight=False, soft_wrap=True)
-    if _faults(report):
+    if faults(report):
         raise SystemExit(1)
 
 
@@ -156,21 +161,21 @@ def measured(
     ids: list[list[int]],
     limit: int,
     size: int,
-    theirs: int | None = None,
+    some: Mapping[str, int | None] = MappingProxyType({}),
     known: list[list[int]] | None = None,
 ) -> Iterator[Batch]:
     """Decode batches of `size` prompts in every way in turn; who begins rotates, so that noise hits all alike.
 
-    theirs: prompts, evenly spread, that transformers' generate decodes too; None for all.
+    some: of ways that decode only some of the prompts, evenly spread: how many; None for all.
     known: the plain tokens of each prompt by itself, where they need not be computed.
     """
-    chosen = set(range(len(ids))) if theirs is None else {i * len(ids) // theirs for i in range(theirs)}
+    chosen = {way: {i * len(ids) // count for i in range(count)} for way, count in some.items() if count is not None}
     for way in ways.values():  # the first pass of anything is slow
         way([0], ids[:1], min(limit, WARM_UP))
     for number, first in enumerate(range(0, len(ids), size)):
         rows = list(range(first, min(first + size, len(ids))))
         batch = Batch(rows, {}, {}, [])
-        names = [name for name in ways if name != GENERATE or first in chosen]
+        names = [name for name in ways if name not in chosen or chosen[name].intersection(rows)]
         for turn in range(len(names)):
             name = names[(number + turn) % len(names)]
             start = time.perf_counter()
@@ -428,7 +433,7 @@ def _rounding(target: Any, ids: list[int], tokens: list[int], at_once: Any) -> f
         return float((target.head(last[0, -1])[: target.vocab].float() - at_once).abs().max())
 
 
-def _faults(report: dict[str, Any]) -> list[dict[str, Any]]:
+def faults(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The differences that rounding does not excuse: all in float32, those that are no near-tie in 16 bits."""
     differences = report["exactness"]["first_differences"]
     return [d for d in differences if report["setting"]["dtype"] == "float32" or d["near_tie"] is False]
@@ -520,8 +525,8 @@ def _verdict(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if exact["reason"]:
         yield "", f"exactness: not compared, {exact['reason']}"
         return
-    faults = _faults(report)
-    excused = [difference for difference in exact["first_differences"] if difference not in faults]
+    wrong = faults(report)
+    excused = [difference for difference in exact["first_differences"] if difference not in wrong]
     yield (
         "bold" if exact["first_differences"] else "bold green",
         f"exactness: {exact['identical']} of {exact['compared']} answers are, token for token, the target's own",
@@ -531,9 +536,9 @@ def _verdict(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         tie = f" at a near-tie (top-2 logit gap at most {gap:.2g}, logits up to {scale:.0f})"
         where = f"{'' if how['temperature'] else tie} where rounding in {how['dtype']} decides"
         yield "", f"{len(excused)} part from it{where}; dtype=float32 rounds finer"
-    if faults:
-        yield "bold red", f"NOT THE TARGET'S OUTPUT: {len(faults)} answers differ, and not by rounding. They part at"
-    for fault in faults[:10]:
+    if wrong:
+        yield "bold red", f"NOT THE TARGET'S OUTPUT: {len(wrong)} answers differ, and not by rounding. They part at"
+    for fault in wrong[:10]:
         tokens = f"drafted {fault['drafted_token']}, plain {fault['plain_token']}"
         logits = f"top-2 logit gap {fault['top2_gap']:.3g} of {fault['logit_scale']:.3g}"
         yield "red", f"  prompt {fault['prompt']}, new token {fault['position']}: {tokens}, {logits}"

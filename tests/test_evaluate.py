@@ -22,7 +22,7 @@ SMALL = ["eval.limit=4", "eval.max_new_tokens=12", "dtype=float32"]
 KEYS = {
     "": "drafter target setting acceptance speed by_category intervals prompts exactness drift",
     "setting": "dtype tree depth nodes width drafts verify lossy temperature top_k top_p seed batch prompts "
-    "num_prompts max_new_tokens plain threads device machine command paceline torch transformers",
+    "num_prompts max_new_tokens plain plain_prompts threads device machine command paceline torch transformers",
     "acceptance": "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos mean_acceptance_length "
     "draft_acceptance_rate per_position_acceptance_rate conditional_acceptance_rate",
     "speed": "tokens_per_second plain_tokens_per_second hf_generate_tokens_per_second speedup speedup_vs_hf_generate "
@@ -239,6 +239,19 @@ def test_known_outputs_are_not_timed_and_no_speed_up_is_claimed(export: Path, tm
         assert "times as fast" not in shown and "tokens per pass of the target" in shown and "4 of 4 answers" in shown
 
 
+def test_of_known_outputs_some_are_timed_in_turn_for_the_speed_up(export: Path, tmp_path: Path) -> None:
+    words = [f"drafter={export}", f"plain={tmp_path / 'plain.json'}", "plain_prompts=2"]
+    report = measured(tmp_path, *words)
+    assert [row["plain_seconds"] is not None for row in report["prompts"]] == [True, False, True, False]
+    low, high = report["intervals"]["speedup"]
+    timed = [row for row in report["prompts"] if row["plain_seconds"]]
+    plain, drafted = (sum(row[name] for row in timed) for name in ("plain_seconds", "seconds"))  # of as many tokens
+    assert report["speed"]["speedup"] == pytest.approx(plain / drafted) and low <= plain / drafted <= high
+    assert report["exactness"]["compared"] == report["exactness"]["identical"] == 4
+    both = measured(tmp_path, *words, "eval.batch=3")  # a batch with a prompt that is timed is timed
+    assert [row["plain_seconds"] is not None for row in both["prompts"]] == [True] * 3 + [False]
+
+
 def test_a_known_output_that_is_not_the_targets_is_found_out(export: Path, tmp_path: Path, capsys: Any) -> None:
     words = [f"drafter={export}", f"plain={tmp_path / 'plain.json'}"]
     measured(tmp_path, *words)
@@ -294,6 +307,8 @@ def test_what_contradicts_the_export_is_refused_before_the_target_loads(
     assert "decode.depth: 4 is deeper than the drafter's 3 heads; nearest: 3" in line
     assert "nearest: tiny" in refused(monkeypatch, capsys, f"drafter={export}", "target=smollm2")
     assert "dtype=float32" in refused(monkeypatch, capsys, f"drafter={export}", "decode.exact=true")
+    line = refused(monkeypatch, capsys, f"drafter={export}", "plain_prompts=2")
+    assert "plain_prompts: without plain=FILE" in line and "nearest: null" in line
     (tmp_path / "bad.jsonl").write_text("{}\n")
     assert "bad.jsonl:1" in refused(monkeypatch, capsys, f"drafter={export}", "eval.prompts=bad.jsonl")
 
