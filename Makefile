@@ -45,8 +45,8 @@ demo: setup
 
 eagle: setup
 	$(LAUNCH_TWO) train/eagle.py experiment=eagle out=outputs/eagle resume=true
-	$(BIN)/python scripts/evaluate.py drafter=outputs/eagle/export eval.prompts=demo decode.tree=dynamic decode.nodes=24 decode.width=8 \
-		decode.depth=4 hf_prompts=6 out=outputs/eagle
+	$(BIN)/python scripts/evaluate.py drafter=outputs/eagle/export eval.prompts=demo decode.tree=dynamic decode.nodes=32 decode.width=8 \
+		decode.depth=6 decode.node_cost=0.02 decode.depth_cost=0.2 hf_prompts=6 out=outputs/eagle
 
 # mypy knows no import hooks: it finds paceline.* through the link that setup lays (see pyproject.toml).
 lint: setup
