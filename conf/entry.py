@@ -36,6 +36,7 @@ _SCHEMAS: dict[str, type[Section]] = {
     "compare": schema.CompareConfig,
     "evaluate": schema.EvaluateConfig,
     "generate": schema.GenerateConfig,
+    "joint": schema.JointConfig,
     "synthesize": schema.SynthesizeConfig,
 }
 

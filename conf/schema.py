@@ -496,6 +496,15 @@ class SynthesizeConfig(Section):
         return word_or_file("begin", begin, ("varied", "free"), info)
 
 
+def entry_that_trains(cls: type[Section], entry: str) -> str:
+    """The name of a file of train/ that is started with conf/NAME.yaml."""
+    entries = sorted(path.stem for path in Path(__file__).parent.glob("*.yaml"))
+    entries = [name for name in entries if (Path(__file__).parents[1] / "train" / f"{name}.py").exists()]
+    if entry not in entries:
+        raise Refusal(f"entry: no such entry {entry!r}; nearest: {nearest(entry, entries)}")
+    return entry
+
+
 class CompareConfig(Section):
     """All of scripts/compare.py."""
 
@@ -506,14 +515,21 @@ class CompareConfig(Section):
     seeds: Positive
     out: Place
 
-    @field_validator("entry")
-    @classmethod
-    def _trains(cls, entry: str) -> str:
-        entries = sorted(path.stem for path in Path(__file__).parent.glob("*.yaml"))
-        entries = [name for name in entries if (Path(__file__).parents[1] / "train" / f"{name}.py").exists()]
-        if entry not in entries:
-            raise Refusal(f"entry: no such entry {entry!r}; nearest: {nearest(entry, entries)}")
-        return entry
+    _trains = field_validator("entry")(entry_that_trains)
+
+
+class JointConfig(Section):
+    """All of scripts/joint.py."""
+
+    seeds: Positive
+    out: Place
+    entry: str
+    common: list[str]
+    together: list[str]
+    alone: list[str]
+    after: list[str]
+
+    _trains = field_validator("entry")(entry_that_trains)
 
 
 def option_names(tree: dict[str, Any], prefix: str = "") -> list[str]:
