@@ -160,7 +160,8 @@ class PackedTrunk:
         x = trunk.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         angles = trunk.rotary_emb(x, position_ids=position_ids)
         for layer in trunk.layers:
-            run = layer if layer._forward_pre_hooks else layer.forward  # hooks read what goes in
+            hooked = layer._forward_pre_hooks or layer._forward_hooks  # they read what goes in and comes out
+            run = layer if hooked else layer.forward
             x = run(x, attention_mask=attention_mask, position_embeddings=angles, cache=cache)
         return BaseModelOutputWithPast(last_hidden_state=_normed(x, trunk.norm))
 

@@ -102,7 +102,7 @@ def test_packed_layers_are_the_layers_of_transformers(family: str, monkeypatch: 
     assert all(isinstance(layer.forward, PackedLayer) for layer in target.blocks)
     assert not any(isinstance(part.forward, Packed) for layer in target.blocks for part in layer.modules())
 
-    taps = (1, target.layers - 1, -1)
+    taps = (1, target.layers - 1, target.layers, -1)
     ids = torch.arange(24).reshape(2, 12) % VOCAB
     document = torch.tensor([[0] * 5 + [1] * 7, [2] * 10 + [-1] * 2])
     rows = {"documents": document, "positions": torch.tensor([[*range(5), *range(7)], [*range(12)]])}
