@@ -423,8 +423,9 @@ class Target(nn.Module):
 
     def unfrozen(self) -> "Target":
         """A float32 copy whose every weight is trained."""
-        live = Target(copy.deepcopy(self.model), self.vocab, self.source)
-        unpack_weights(live.model)
+        model = copy.deepcopy(self.model)
+        unpack_weights(model)
+        live = Target(model, self.vocab, self.source)
         live.model.float().requires_grad_(True)
         return live.train()
 
@@ -450,7 +451,6 @@ class Target(nn.Module):
             elif ".lora_B." not in name:
                 weights[name] = tensor
         model = _sharing(self.model)
-        unpack_weights(model)
         places = [(part, key) for part in model.modules() for key in part._parameters]
         for name, weight in weights.items():
             old = mine[name]
@@ -460,8 +460,9 @@ class Target(nn.Module):
             for part, key in places:
                 if part._parameters[key] is old:  # in both places of a tied table
                     part._parameters[key] = new
-        pack_weights(model)
-        return Target(model, self.vocab, self.source)
+        changed = Target(model, self.vocab, self.source)
+        pack_weights(changed.model)
+        return changed
 
     # -- what a drafter can be made like, or started from
 
@@ -686,8 +687,11 @@ class Target(nn.Module):
 
 
 def _sharing(model: Any) -> Any:
-    """A copy of a model's modules around the very same parameters and buffers."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    """A copy of a model's modules around the very same parameters and buffers, none of them packed: what is packed
+    looks at no adapter and no new weight."""
+    shared = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    unpack_weights(shared)
+    return shared
 
 
 def _unlike_llama(target: Target, part: str) -> Refusal:

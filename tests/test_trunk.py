@@ -19,7 +19,7 @@ import torch
 from fakes import VOCAB, slow_greedy, target_of
 from runs import ROOT, checkpoint_of_target, config, contents, corpus, digest, metrics, options, steps
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.conf.entry import load
@@ -30,7 +30,7 @@ from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.errors import Refusal
 from paceline.models.export import load_export, load_trunk
 from paceline.models.medusa import MedusaOptions
-from paceline.models.packed import Packed, packable
+from paceline.models.packed import packable, unpack_weights
 from paceline.models.target import Target
 from paceline.models.trunk import Learnt
 from paceline.train import loop, yardstick
@@ -347,7 +347,7 @@ def test_a_new_process_verifies_with_the_trunk_that_was_trained(
 ) -> None:
     run = trained(tmp_path, target_folder, "mtp", *KINDS[kind], f"dtype={dtype}", f"export.dtype={dtype}")
     command = [sys.executable, "-c", RELOADED, target_folder, run.export, dtype, tmp_path / "said.pt"]
-    subprocess.run(command, check=True, timeout=120, cwd="/")
+    subprocess.run(command, check=True, timeout=300, cwd="/")
     theirs = torch.load(tmp_path / "said.pt")
     ids = torch.arange(40, 60)[None]
     with torch.no_grad():
@@ -438,17 +438,18 @@ def test_a_served_trunk_computes_with_its_own_weights_and_the_original_with_its(
     for kind in TRAINED:
         trunk = trunk_on(original, kind)
         served = trunk.as_exported("bfloat16")
-        layers = [part for part in served.model.modules() if isinstance(part, nn.Linear)]
-        assert all(isinstance(part.forward, Packed) for part in layers)
-        for part in layers:
-            x = torch.randn(3, part.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
-            torch.testing.assert_close(part(x), F.linear(x, part.weight), atol=2e-2, rtol=2e-2)
+        assert sum("forward" in vars(part) for part in served.model.modules()) == 1 + 2 + 1  # trunk, layers, head
         said = served.head(served(ids)[1])
+        unpack_weights(served.model)
+        plain = served.head(served(ids)[1])
+        assert (said.float() - plain.float()).abs().max() < 0.05 * plain.abs().max()
         assert not said.equal(before) and original.head(original(ids)[1]).equal(before)
         with torch.no_grad():
             live = trunk.live.head(trunk.live(ids)[1].to(served.dtype if kind == "lora" else torch.float32))
         assert (said.float() - live.float()).abs().max() < 0.1 * live.abs().max()
-    assert not any(isinstance(part.forward, Packed) for part in trunk_on(original, "full").live.model.modules())
+        if kind == "lora":
+            assert not live.equal(before)
+        assert not any("forward" in vars(part) for part in trunk.live.model.modules()), "nothing of it is packed"
 
 
 def test_an_adapter_is_merged_in_float32_and_costs_nothing() -> None:
