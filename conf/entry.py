@@ -33,9 +33,11 @@ from paceline.models.errors import Refusal
 CONF = Path(__file__).parent
 
 _SCHEMAS: dict[str, type[Section]] = {
+    "benchmark": schema.BenchmarkConfig,
     "compare": schema.CompareConfig,
     "evaluate": schema.EvaluateConfig,
     "generate": schema.GenerateConfig,
+    "inspect_data": schema.InspectConfig,
     "joint": schema.JointConfig,
     "synthesize": schema.SynthesizeConfig,
 }
@@ -89,7 +91,7 @@ def _one_line() -> Iterator[None]:
 
 def _refusals() -> tuple[type[Exception], ...]:
     """What is refused by models, decode and conf, and by data, which knows none of them. Asked only after a failure."""
-    data = sys.modules.get("paceline.data.conversations")
+    data = sys.modules.get("paceline.data.records")
     return (Refusal, data.BadData) if data else (Refusal,)
 
 

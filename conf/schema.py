@@ -165,27 +165,75 @@ class Lora(Full):
 TRUNKS: dict[str, type[Section]] = {"frozen": Frozen, "lora": Lora, "full": Full}
 
 
+FILES = ("jsonl", "parquet", "text")  # kinds of sources that are files, or folders of them
+
+
+def source_path(option: str, kind: Any, path: str | None, info: ValidationInfo) -> str | None:
+    """`path` as a source of this kind reads it: absolute if it is a file or folder, a hub id as it is."""
+    if kind in ("self", "mixture"):
+        if path is not None:
+            raise Refusal(f"{option}: not read by data={kind}, only by data=jsonl, parquet, text and hub")
+        return None
+    if path is None:
+        raise Refusal(f"{option}: must be given with data={kind}")
+    return (
+        path if kind == "hub" and not os.path.exists(absolute(path, info)) else existing(option, absolute(path, info))
+    )
+
+
+class Part(Section):
+    """One source of a mixture, in `data.parts`. An item of a list has no yaml: what it leaves out is said here."""
+
+    source: Literal["self", "jsonl", "parquet", "text", "hub"] = "jsonl"
+    path: str | None = Field(None, validate_default=True)
+    split: str | None = None
+    streaming: bool = False
+    weight: Rate = 1.0
+
+    _where = field_validator("path")(lambda path, info: source_path("data.parts", info.data.get("source"), path, info))
+
+
 class Data(Section):
-    source: Literal["self", "jsonl", "hub"]
+    source: Literal["self", "jsonl", "parquet", "text", "hub", "mixture"]
     path: str | None
     split: str
+    streaming: bool
+    parts: list[Part]
     max_length: Annotated[int, Field(ge=2)]
     limit: Positive | None
     held_out: Share
+    template: str | None
+    cache: Place | None
     features: Literal["online", "memory"]
     strict: bool
 
     @field_validator("path")
     @classmethod
     def _where(cls, path: str | None, info: ValidationInfo) -> str | None:
-        source = info.data.get("source")
-        if source == "self" and path is not None:
-            raise Refusal("data.path: read only by data=jsonl and data=hub, not by data=self")
-        if source in ("jsonl", "hub") and path is None:
-            raise Refusal(f"data.path: must be given with data={source}")
-        if path is None or (source == "hub" and not os.path.exists(absolute(path, info))):
-            return path
-        return existing("data.path", absolute(path, info))
+        return source_path("data.path", info.data.get("source"), path, info)
+
+    @field_validator("parts")
+    @classmethod
+    def _of_a_mixture(cls, parts: list[Part], info: ValidationInfo) -> list[Part]:
+        mixture = info.data.get("source") == "mixture"
+        if mixture and not parts:
+            raise Refusal(
+                "data.parts: must be given with data=mixture: data.parts=[{path: FILE.jsonl, weight: 2}, ...]"
+            )
+        if parts and not mixture:
+            raise Refusal(f"data.parts: read only by data=mixture, not by data={info.data.get('source')}")
+        return parts
+
+    @field_validator("template")
+    @classmethod
+    def _there(cls, template: str | None, info: ValidationInfo) -> str | None:
+        return template and existing("data.template", absolute(template, info))
+
+    def keywords(self) -> dict[str, Any]:
+        """What `data.conversations.load` is called with."""
+        given = self.plain()
+        del given["features"]
+        return given | {"split": self.split if self.source == "hub" else None}
 
 
 class Train(Section):
@@ -530,6 +578,26 @@ class JointConfig(Section):
     after: list[str]
 
     _trains = field_validator("entry")(entry_that_trains)
+
+
+class BenchmarkConfig(Section):
+    """All of scripts/benchmark.py."""
+
+    part: Literal["data"]
+    out: Place
+    target: Target
+    conversations: Annotated[int, Field(ge=10)]
+    batch_tokens: Positive
+
+
+class InspectConfig(Section):
+    """All of scripts/inspect_data.py."""
+
+    target: Target
+    data: Data
+    out: Place
+    examples: Positive
+    width: Positive
 
 
 def option_names(tree: dict[str, Any], prefix: str = "") -> list[str]:

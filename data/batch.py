@@ -8,12 +8,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from paceline.data.conversations import Example
+from paceline.data.rows import Example, lengths
 
+OPEN = 16  # steps that are filled at a time
 MULTIPLE = 64  # row widths are multiples of this, so that kernels and allocators meet few different shapes
 
 
@@ -111,28 +113,39 @@ class Loader:
         parts = [tuple(part) for group in self._groups(0) for part in self._parts(group)]
         return {i: part for part in parts for i in part}
 
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return lengths(self.examples)
+
     def _parts(self, group: list[int]) -> list[list[int]]:
         """A step's examples divided over the micro-batches of all ranks, balanced by tokens."""
         parts: list[list[int]] = [[] for _ in range(self.world * self.accumulate)]
         load = [0] * len(parts)
-        for i in sorted(group, key=lambda i: -len(self.examples[i])):
+        for i in sorted(group, key=lambda i: -self._sizes[i]):
             lightest = load.index(min(load))
             parts[lightest].append(i)
-            load[lightest] += len(self.examples[i])
+            load[lightest] += self._sizes[i]
         return parts
 
     def _groups(self, epoch: int) -> list[list[int]]:
+        """First fit, in shuffled order: each example goes into the first of the open steps that has room for it.
+
+        The oldest open step is closed when there are more than OPEN: what a step holds comes from one stretch of the
+        order, and the time this takes does not grow faster than the data.
+        """
         order = list(range(len(self.examples)))
         random.Random(f"{self.seed}/{epoch}").shuffle(order)
         groups: list[list[int]] = []
-        room = 0
+        room: list[int] = []
         for i in order:
-            size = len(self.examples[i])
-            if size > room or not groups:
+            size = self._sizes[i]
+            first = max(0, len(groups) - OPEN)
+            step = next((g for g in range(first, len(groups)) if size <= room[g]), len(groups))
+            if step == len(groups):
                 groups.append([])
-                room = self.batch_tokens
-            groups[-1].append(i)
-            room -= size
+                room.append(self.batch_tokens)
+            groups[step].append(i)
+            room[step] -= size
         return groups
 
     def packed(self, part: Sequence[int]) -> Batch:

@@ -67,6 +67,7 @@ def options(folder: Path, target: Path, *more: str) -> list[str]:
         "data": "jsonl",
         "data.path": target / "data.jsonl",
         "data.held_out": 0.1,
+        "data.cache": "null",
         "dtype": "float32",
         "export.dtype": "float32",
         "out": folder / "run",

@@ -317,7 +317,10 @@ def test_every_yaml_of_every_group_is_valid(choice: str, tmp_path: Path) -> None
     needs = {
         "target=hf": ["target.path=org/model"],
         "data=jsonl": [f"data.path={tmp_path}/chats.jsonl"],
+        "data=parquet": [f"data.path={tmp_path}"],
+        "data=text": [f"data.path={tmp_path}"],
         "data=hub": ["data.path=org/chats"],
+        "data=mixture": [f"data.parts=[{{path: {tmp_path}/chats.jsonl, weight: 2}}, {{source: self}}]"],
     }
     elsewhere = {"method=ngram": ["method@ngram=ngram"]} | {word: [word] for word in ("target=export", "eval=prompts")}
     if choice.startswith("comparison="):
@@ -330,7 +333,7 @@ def test_every_yaml_of_every_group_is_valid(choice: str, tmp_path: Path) -> None
         assert validated(TrainConfig, yaml.safe_load(cfg.yaml()), "/nowhere") == cfg  # config.yaml of a run reads back
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle", "generate", "synthesize"])
+@pytest.mark.parametrize("name", ["medusa", "eagle", "generate", "synthesize", "inspect_data", "benchmark"])
 def test_every_entry_runs_on_the_tiny_target(name: str) -> None:
     assert load(name, "target=tiny").target.name == "tiny"
 

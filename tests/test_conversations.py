@@ -11,6 +11,7 @@ import torch
 from paceline.data.conversations import (
     BadData,
     Example,
+    Record,
     coloured,
     draft_vocabulary,
     encode,
@@ -206,7 +207,7 @@ def test_only_what_the_template_marks_is_supervised(tokenizer: Any) -> None:
 def test_turn_that_serving_would_not_reach_is_reported_not_supervised(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = UNPROMPTED
     file = jsonl(tmp_path, {"messages": [user("a"), assistant("b")]})
-    with pytest.raises(BadData, match=r"not one supervised token.*models/tiny.*generation prompt \(1: line 1\)"):
+    with pytest.raises(BadData, match=r"not one supervised token.*models/tiny.*never closes \(1: line 1\)"):
         load(tokenizer, "jsonl", file)
 
 
@@ -226,7 +227,8 @@ def test_reply_fused_with_its_prompt_is_not_supervised(tokenizer: Any) -> None:
 
 def test_order_and_company_do_not_change_an_encoding(tokenizer: Any) -> None:
     chats = [[user(f"q{i}"), assistant("a" * (i % 7 + 1))] for i in range(1100)]  # several tokenizer batches
-    for chat, rows in list(zip(chats, encode_all(tokenizer, chats, 64), strict=True))[::50]:
+    records = enumerate(map(Record, chats), 1)
+    for chat, (_, rows) in list(zip(chats, encode_all(tokenizer, records, 64), strict=True))[::50]:
         (alone,) = encode(tokenizer, chat, 64)
         assert alone.ids.equal(rows[0].ids) and alone.supervised.equal(rows[0].supervised)
 

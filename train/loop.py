@@ -40,7 +40,7 @@ def fit(cfg: Any) -> None:
     where = folder(cfg.target.name, cfg.target.path)
     tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
     cfg.method.check_tokenizer(tokenizer)
-    data = _data(cfg, tokenizer)
+    data = load(tokenizer, **cfg.data.keywords())
     record.show_data(data, tokenizer)
 
     target = Target.load(
@@ -117,12 +117,6 @@ def _compiles(cfg: Any, device: torch.device) -> bool:
     if cfg.train.compile is True and not able:
         raise Refusal(f"train.compile=true needs a compiler, and there is no {names[1]}; nearest: train.compile=auto")
     return able
-
-
-def _data(cfg: Any, tokenizer: Any) -> Dataset:
-    data = cfg.data
-    split = data.split if data.source == "hub" else None
-    return load(tokenizer, data.source, data.path, split, data.max_length, data.limit, data.strict, data.held_out)
 
 
 def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Record, afresh: bool) -> Drafter:

@@ -57,8 +57,8 @@ class Yardstick:
     def __init__(self, cfg: Any, tokenizer: Any, data: Dataset):
         self.cfg = cfg
         self.eos = stop_ids(tokenizer)
-        chats = [opening(chat) for chat in data.held_out_conversations]
-        asked = [ids for ids in (prompt_ids(tokenizer, chat) for chat in chats) if len(ids) <= cfg.data.max_length]
+        chats = [(opening(chat.messages), chat.tools) for chat in data.held_out_conversations]
+        asked = [ids for ids in (prompt_ids(tokenizer, *chat) for chat in chats) if len(ids) <= cfg.data.max_length]
         asked = asked or [prompt_ids(tokenizer, prompt.messages) for prompt in bundled_prompts("bench")]
         count = cfg.eval.held_out_prompts
         self.prompts = asked[:count]
