@@ -28,7 +28,7 @@ TWENTY = (
     "train.lr=1e-3",
     "train.schedule=linear",
     "data.held_out=0.0",
-    "train.batch_tokens=160",
+    "train.batch_tokens=130",
 )
 
 
@@ -134,8 +134,8 @@ def test_two_processes_leave_one_folder_and_take_equally_many_steps_of_uneven_da
             state = json.loads((run / "checkpoints" / f"step-{step:06d}" / "state.json").read_text())
             assert state["world"] == 2
     # there were steps of a single document, in which the second process had nothing to do
-    data = loop._data(config(folder, target_folder, *TWENTY), load_tokenizer(target_folder))
-    shares = [part.tokens for (part,) in Loader(data.train, 160, world=2, rank=1).batches(epoch=0)]
+    data = loop.load(load_tokenizer(target_folder), **config(folder, target_folder, *TWENTY).data.keywords())
+    shares = [part.tokens for (part,) in Loader(data.train, 130, world=2, rank=1).batches(epoch=0)]
     assert 0 in shares and any(shares)
 
 

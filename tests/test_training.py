@@ -235,7 +235,9 @@ def test_a_budget_of_tokens_is_kept_over_epochs(tmp_path: Path, target_folder: P
     fit(config(tmp_path, target_folder, "train.steps=null", "train.tokens=4000"))
     lines = steps(tmp_path / "run")
     assert lines[-2]["tokens"] < 4000 <= lines[-1]["tokens"] < 4300
-    epoch = Loader(loop._data(config(tmp_path, target_folder), load_tokenizer(target_folder)).train, 300).steps(0)
+    epoch = Loader(
+        loop.load(load_tokenizer(target_folder), **config(tmp_path, target_folder).data.keywords()).train, 300
+    ).steps(0)
     assert lines[-1]["step"] > epoch  # the data was read more than once
     assert lines[-1]["lr"] < 1e-2 / lines[-1]["step"]
 
@@ -271,7 +273,7 @@ def test_epochs_are_counted_in_steps_of_the_data(tmp_path: Path, target_folder: 
 
 
 def tokens_of_an_epoch(folder: Path, target_folder: Path) -> int:
-    data = loop._data(config(folder, target_folder), load_tokenizer(target_folder))
+    data = loop.load(load_tokenizer(target_folder), **config(folder, target_folder).data.keywords())
     return sum(map(len, data.train))
 
 
