@@ -35,6 +35,7 @@ CONF = Path(__file__).parent
 _SCHEMAS: dict[str, type[Section]] = {
     "benchmark": schema.BenchmarkConfig,
     "compare": schema.CompareConfig,
+    "convert": schema.ConvertConfig,
     "evaluate": schema.EvaluateConfig,
     "generate": schema.GenerateConfig,
     "inspect_data": schema.InspectConfig,

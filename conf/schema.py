@@ -553,6 +553,35 @@ def entry_that_trains(cls: type[Section], entry: str) -> str:
     return entry
 
 
+class ConvertConfig(Section):
+    """All of scripts/convert.py."""
+
+    source: str = Field(alias="from")
+    to: Place
+    format: str
+    dtype: Dtype | None
+    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None
+    private: bool
+    dry_run: bool
+    target: Target
+
+    @field_validator("source")
+    @classmethod
+    def _folder_or_hub_id(cls, source: str, info: ValidationInfo) -> str:
+        return folder_or_hub_id("from", source, info)
+
+    @field_validator("format")
+    @classmethod
+    def _known(cls, format: str) -> str:
+        from paceline.models.formats import names  # takes torch along, as the target will
+
+        known = ["native", *names()]
+        if format not in known:
+            hint = f"nearest: {nearest(format, known)} (of {', '.join(known)})"
+            raise Refusal(f"format: no such format {format!r}; {hint}")
+        return format
+
+
 class CompareConfig(Section):
     """All of scripts/compare.py."""
 

@@ -21,6 +21,7 @@ from paceline.models.errors import Refusal
 from paceline.models.streams import TreeKeys
 from paceline.models.target import Target, folder, head_of, quiet_transformers, trunk_of, trunk_pass
 
+MOST_LAYERS = 1024
 EMBEDDED = ("smollm2", "tiny")  # targets that need no path
 
 
@@ -56,6 +57,9 @@ class DraftOptions(Options):
             raise Refusal(f"method.unroll: {self.unroll}, but a pass over a text teaches every depth alike; nearest: 1")
         if self.draft_vocab is not None:
             raise Refusal("method.draft_vocab: a draft model drafts every token that it knows; nearest: null")
+        layers = (self.config or {}).get("num_hidden_layers")
+        if isinstance(layers, int) and layers > MOST_LAYERS:  # it would be built before it is noticed
+            raise Refusal(f"method.config: {layers} layers; nearest: {MOST_LAYERS}")
         if self.taps:
             raise Refusal(f"method.taps: {list(self.taps)}, but a draft model reads tokens only; nearest: []")
         if self.objective.get("smooth_l1"):
@@ -106,6 +110,7 @@ class DraftOptions(Options):
                     )
             layers, tables = tuple(k % target.layers for k in layers), self.tables or "shared"
             settled = {"target_layers": layers, "tables": tables, "config": target.cut(layers, tables == "own")}
+        settled["config"] = {k: v for k, v in settled["config"].items() if k not in ("dtype", "torch_dtype")}
         return super().fitted(target).model_copy(update=settled)
 
 
@@ -166,6 +171,11 @@ class DraftModel(Drafter):
         self.register_state_dict_post_hook(_without_tied)
         self.register_load_state_dict_pre_hook(_with_tied)
 
+    @property
+    def rows(self) -> int:
+        """Ids that its own embedding knows."""
+        return len(self._lm[0].get_input_embeddings().weight)
+
     def memory(self, rows: int, room: int) -> TreeKeys:
         return TreeKeys(rows, room)
 
@@ -217,7 +227,7 @@ class DraftModel(Drafter):
         """transformers' own, where it is a whole model."""
         if self.options.tables == "shared":
             return {}
-        return {name: value for name, value in self.options.config.items() if name not in ("dtype", "torch_dtype")}
+        return dict(self.options.config)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """What is computed and not stored, as rotary frequencies, moves with the weights but keeps its precision."""

@@ -14,7 +14,7 @@ import math
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
@@ -25,6 +25,9 @@ from paceline.models.target import Head, Target
 
 # What a drafter may be trained to minimise; train/objective.py computes each.
 LOSS_TERMS = {"kl", "reverse_kl", "tv", "lk", "ce", "smooth_l1"}
+
+MOST = 64  # heads, blocks or modules of a drafter
+Count = Annotated[int, Field(ge=1, le=MOST)]
 
 
 class Options(BaseModel):
@@ -64,6 +67,14 @@ class Options(BaseModel):
             )
         return {name: weight for name, weight in objective.items() if weight}
 
+    def made_of(self) -> dict[str, Any]:
+        """What such a drafter is made of: options by their dotted names, without those that say how it is trained."""
+        made: dict[str, Any] = {}
+        for name, value in self.model_dump(mode="json", exclude=set(self.TRAINING)).items():
+            inside = isinstance(getattr(self, name), BaseModel)
+            made |= {f"{name}.{part}": v for part, v in value.items()} if inside else {name: value}
+        return made
+
     def depth_limit(self) -> int | None:
         """Draft tokens that this method can put in a row; None for as many as asked."""
         return None
@@ -98,7 +109,7 @@ class Options(BaseModel):
 class HeadOptions(Options):
     """The options of methods with a head for each depth. heads: depths."""
 
-    heads: PositiveInt = 4
+    heads: Count = 4
 
     @model_validator(mode="after")
     def _every_head_trained(self) -> Self:

@@ -210,7 +210,13 @@ class Eagle(Drafter):
 
     def engine_config(self) -> dict[str, Any]:
         layer, rope, taps = self.options.layer, self.options.layer.rope or {}, list(self.taps)
-        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "max_position_embeddings")}
+        apart = (
+            "rope_theta",
+            "max_position_embeddings",
+            "partial_rotary_factor",
+        )  # said at the top, as before version 5
+        scaling = {key: value for key, value in rope.items() if key not in apart}
+        kind = scaling.get("rope_type", "default")
         config = {
             "model_type": "llama",
             "num_hidden_layers": 1,
@@ -220,9 +226,8 @@ class Eagle(Drafter):
             "intermediate_size": layer.intermediate,
             "hidden_act": layer.activation,
             "rms_norm_eps": layer.eps,
-            "rope_theta": rope.get("rope_theta"),
-            "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
-            "max_position_embeddings": rope.get("max_position_embeddings"),
+            "rope_scaling": None if kind == "default" else scaling | {"type": kind},  # official code reads `type`
+            **{name: rope[name] for name in apart if rope.get(name) is not None},
             "attention_bias": bool(layer.qkv_bias),
             "tie_word_embeddings": False,
         }
@@ -231,7 +236,6 @@ class Eagle(Drafter):
         return config | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": self.shape.vocab if self.d2t is None else len(self.d2t),
-            "target_hidden_size": self.shape.hidden,
             "eagle_aux_hidden_state_layer_ids": taps,  # vLLM: after so many layers
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]},  # SGLang: after layer k
             **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False),

@@ -2,29 +2,29 @@
 
     config.json          what serving engines look for in this method's files
     model.safetensors    every trained tensor and the draft vocabulary; nothing borrowed from the target
+    README.md            the model card
     drafter.json         method and options, taps, slot convention, target fingerprint, tree, provenance, acceptance
     trunk/               where the target was trained with it: what changed (models/trunk.py)
 
 Knows the folder and its checks. Does not know how a drafter was trained or what its tree is good for.
 """
 
-import ctypes
 import json
-import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from paceline.models.card import card
 from paceline.models.drafter import Drafter, Shape, build, methods, options
 from paceline.models.errors import Refusal
+from paceline.models.formats.common import base_config
 from paceline.models.layers import checked_map
 from paceline.models.packed import pack_weights
+from paceline.models.stored import check, load_tensors, manifest_of, read_json, read_tensors, whole
 from paceline.models.target import DTYPES, Target
 from paceline.models.trunk import FOLDER, Learnt, fingerprint, read
 
@@ -53,53 +53,26 @@ def save_export(
         name: tensor.detach().to("cpu", DTYPES[dtype] if tensor.is_floating_point() else None).contiguous()
         for name, tensor in drafter.state_dict().items()
     }
-    work = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(work, ignore_errors=True)  # what a killed writer left
-    work.mkdir(parents=True)
-    if trunk is not None:
-        original, learnt = trunk
-        learnt.save(work / FOLDER, original)
-        about["trunk"] = {"kind": learnt.kind, "fingerprint": fingerprint(work / FOLDER, target["fingerprint"])}
-    description = {
-        "paceline": VERSION,
-        "method": drafter.options.model_dump(mode="json", exclude={"init_from"}),
-        "shape": asdict(drafter.shape),
-        "slots": SLOTS,
-        "taps": list(drafter.taps),
-        "dtype": dtype,
-        "target": target,
-        **about,
-    }
-    config = {
-        "hidden_size": drafter.shape.hidden,
-        "vocab_size": drafter.shape.vocab,
-        "torch_dtype": dtype,
-        **drafter.engine_config(),
-    }
-    save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
-    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (work / "drafter.json").write_text(json.dumps(description, indent=2) + "\n")
-    if folder.exists():
-        _exchange(work, folder)
-        shutil.rmtree(work)
-    else:
-        work.rename(folder)
+    with whole(folder) as work:
+        if trunk is not None:
+            original, learnt = trunk
+            learnt.save(work / FOLDER, original)
+            about["trunk"] = {"kind": learnt.kind, "fingerprint": fingerprint(work / FOLDER, target["fingerprint"])}
+        description = {
+            "paceline": VERSION,
+            "method": drafter.options.model_dump(mode="json", exclude={"init_from"}),
+            "shape": asdict(drafter.shape),
+            "slots": SLOTS,
+            "taps": list(drafter.taps),
+            "dtype": dtype,
+            "target": target,
+            **about,
+        }
+        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+        for name, content in (("config.json", base_config(drafter, dtype)), ("drafter.json", description)):
+            (work / name).write_text(json.dumps(content, indent=2) + "\n")
+        (work / "README.md").write_text(card(drafter, description))
     return folder
-
-
-def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders in one step, so that at no moment there is none under either name.
-
-    Where the system cannot (only Linux is asked), it takes two: a kill between them leaves the old one aside, whole.
-    """
-    swap = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if swap is None or swap(here, os.fsencode(new), here, os.fsencode(old), exchange) != 0:
-        aside = old.with_name(f".{old.name}.old")
-        shutil.rmtree(aside, ignore_errors=True)
-        old.rename(aside)
-        new.rename(old)
-        aside.rename(new)
 
 
 def describe(folder: str | Path, option: str = "drafter") -> dict[str, Any]:
@@ -115,7 +88,7 @@ def describe(folder: str | Path, option: str = "drafter") -> dict[str, Any]:
         hint = f"; nearest: {below[0]}" if below else ""
         raise Refusal(f"{where}: no export there (it has no drafter.json){hint}")
     try:
-        about = json.loads(file.read_text())
+        about = read_json(file, where)
         version, name = about["paceline"], about["method"]["name"]
         sizes = asdict(Shape(**about["shape"]))
         if any(type(size) is not int or size < 1 for size in sizes.values()):
@@ -160,26 +133,45 @@ def load_export(
         _same_target(where, about["target"]["fingerprint"], target)
     elif target.fingerprint != trunk["fingerprint"]:
         raise Refusal(f"{where} was trained together with its target: it drafts for what load_trunk returns, only")
-    opts = options(about["method"]["name"]).model_validate(about["method"])
-    file = Path(folder) / "model.safetensors"
+    if about["shape"] != (shape := asdict(Shape.of(target))):
+        raise Refusal(f"{where}: drafter.json: shape is {about['shape']}, that of target={target.source} is {shape}")
+    drafter = _stored(about, Path(folder), where)
+    drafter.to(target.device, DTYPES[dtype or about["dtype"]]).eval().requires_grad_(False)
+    drafter.borrow(target)
+    pack_weights(drafter)
+    return drafter, about
+
+
+def read_export(folder: str | Path, option: str = "drafter") -> tuple[Drafter, dict[str, Any]]:
+    """The drafter of an export as it is stored, without its target, and its drafter.json. Refusal: as `load_export`."""
+    about = describe(folder, option)
+    return _stored(about, Path(folder), f"{option}={folder}").eval(), about
+
+
+def _stored(about: dict[str, Any], folder: Path, where: str) -> Drafter:
+    """Sizes are held against the file before anything is built of them: drafter.json is not to be trusted either."""
+    opts, shape = options(about["method"]["name"]).model_validate(about["method"]), Shape(**about["shape"])
+    dtype = DTYPES[about["dtype"]]
+    tensors = read_tensors(folder / "model.safetensors", where)
+    most = max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0)
+    if opts.draft_vocab is not None and opts.draft_vocab > most:
+        raise Refusal(f"{where}: method.draft_vocab: {opts.draft_vocab}, but no tensor has as many rows")
+    stand_in = None if opts.draft_vocab is None else torch.arange(opts.draft_vocab)
     try:
-        with safe_open(file, "pt") as stored:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
-        raise Refusal(f"{where}: model.safetensors cannot be read ({error})") from error
-    stand_in = torch.arange(opts.draft_vocab) if opts.draft_vocab else None
-    drafter = build(opts, Shape(**about["shape"]), stand_in)
-    load_tensors(drafter, tensors, where)
+        with torch.device("meta"):
+            sketch = build(opts, shape, stand_in)
+    except (RuntimeError, TypeError, ValueError, KeyError, OverflowError) as error:
+        raise Refusal(f"{where}: drafter.json describes no drafter ({str(error).splitlines()[0]})") from error
+    check(tensors, manifest_of(sketch, dtype), where)
+    drafter = build(opts, shape, stand_in).to(dtype)
+    load_tensors(drafter, tensors, where, dtype)
     try:
         if drafter.vocab_map is not None:
             checked_map(drafter.vocab_map, drafter.shape.vocab)
         drafter.check_vocabulary()
     except ValueError as error:
         raise Refusal(f"{where}: {error}") from error
-    drafter.to(target.device, DTYPES[dtype or about["dtype"]]).eval().requires_grad_(False)
-    drafter.borrow(target)
-    pack_weights(drafter)
-    return drafter, about
+    return drafter
 
 
 def load_trunk(folder: str | Path, target: Target, trust_remote_code: bool = False, option: str = "drafter") -> Target:
@@ -201,22 +193,6 @@ def load_trunk(folder: str | Path, target: Target, trust_remote_code: bool = Fal
     trunk = read(place, known["kind"], target, trust_remote_code)
     trunk.known_as = found
     return trunk
-
-
-def load_tensors(drafter: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str) -> None:
-    """Fill a module from named tensors, strict in both directions and in shapes. Refusal names the first fault."""
-    wanted = drafter.state_dict()
-    for name, tensor in wanted.items():
-        if name not in tensors:
-            raise Refusal(f"{where}: tensor {name} is missing")
-        if tensors[name].shape != tensor.shape:
-            raise Refusal(
-                f"{where}: tensor {name} has shape {list(tensors[name].shape)}, expected {list(tensor.shape)}"
-            )
-    extra = sorted(set(tensors) - set(wanted))
-    if extra:
-        raise Refusal(f"{where}: tensor {extra[0]} belongs to no part of this drafter")
-    drafter.load_state_dict(tensors)
 
 
 def _same_target(where: str, theirs: str, target: Target) -> None:

@@ -10,11 +10,11 @@ Knows no tree, mask or loss: `Context.memory` says what is seen.
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.models.drafter import Borrowed, Context, Drafter, HeadOptions, Options, Shape, method
+from paceline.models.drafter import Borrowed, Context, Count, Drafter, HeadOptions, Options, Shape, method
 from paceline.models.errors import Refusal
 from paceline.models.layers import DecoderLayer, LayeredOptions, ResBlock, Rotary, checked_map, copy_layer, silence
 from paceline.models.streams import TreeKeys
@@ -27,7 +27,7 @@ class HydraOptions(HeadOptions, LayeredOptions):
     prefix: whether a decoder layer comes before the heads; `layer` and `start=target` are about it.
     """
 
-    blocks: PositiveInt = 1
+    blocks: Count = 1
     output: Literal["own", "shared"] = "own"
     prefix: bool = False
 

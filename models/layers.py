@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,7 +36,7 @@ class ResBlock(nn.Module):
 
 def checked_map(vocab_map: Tensor, vocab: int) -> Tensor:
     """A draft vocabulary as every drafter stores it: [D] int64, ascending, each id once and below `vocab`."""
-    ids = torch.as_tensor(vocab_map, dtype=torch.long)
+    ids = vocab_map.long()
     if ids.ndim != 1 or len(ids) == 0 or bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
         raise ValueError(f"a draft vocabulary is an ascending list of distinct ids below {vocab}")
     return ids.clone()
@@ -48,8 +48,8 @@ def turned_into_offsets(vocab_map: Tensor | None, vocab: int) -> tuple[Tensor | 
         return None, None
     ids = checked_map(vocab_map, vocab)
     known = torch.zeros(vocab, dtype=torch.bool)
-    known[ids] = True
-    return ids - torch.arange(len(ids)), known
+    known[ids.to(known.device)] = True
+    return ids - torch.arange(len(ids), device=ids.device), known
 
 
 # ---------------------------------------------------------------- a decoder layer
@@ -62,6 +62,10 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+LARGEST = 2**20  # heads or numbers in a row: what is larger is a fault, and would be allocated before it is noticed
+Size = Annotated[int, Field(ge=1, le=LARGEST)]
+
+
 class LayerOptions(BaseModel):
     """What a decoder layer is made of; None: as the target's own layers.
 
@@ -70,10 +74,10 @@ class LayerOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    heads: PositiveInt | None = None
-    kv_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    intermediate: PositiveInt | None = None
+    heads: Size | None = None
+    kv_heads: Size | None = None
+    head_dim: Size | None = None
+    intermediate: Size | None = None
     activation: str | None = None
     eps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     rope: dict[str, Any] | None = None

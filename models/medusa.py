@@ -7,10 +7,9 @@ can be read there unchanged.
 
 from typing import Any, Literal
 
-from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from paceline.models.drafter import Borrowed, Context, Drafter, HeadOptions, Shape, method
+from paceline.models.drafter import Borrowed, Context, Count, Drafter, HeadOptions, Shape, method
 from paceline.models.layers import ResBlock, checked_map
 from paceline.models.target import Target
 
@@ -18,7 +17,7 @@ from paceline.models.target import Target
 class MedusaOptions(HeadOptions):
     """blocks: residual layers of each head. output: its `own` matrix, or the target's `shared` one."""
 
-    blocks: PositiveInt = 1
+    blocks: Count = 1
     output: Literal["own", "shared"] = "own"
 
 

@@ -14,10 +14,10 @@ loss: `Context.memory` says what is seen.
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from paceline.models.drafter import Borrowed, Context, Drafter, Shape, method
+from paceline.models.drafter import Borrowed, Context, Count, Drafter, Shape, method
 from paceline.models.errors import Refusal
 from paceline.models.layers import (
     DecoderLayer,
@@ -45,7 +45,7 @@ class SequentialOptions(LayeredOptions):
     USUAL: ClassVar[dict[str, Any]] = {"modules": 1, "hand_on": "raw", "position_offset": 0, "zero_first": False}
 
     taps: tuple[int, ...] | None = None
-    modules: PositiveInt | None = None
+    modules: Count | None = None
     hand_on: Literal["raw", "normed"] | None = None
     position_offset: int | None = None
     zero_first: bool | None = None

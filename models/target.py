@@ -719,10 +719,11 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float
     config.max_position_embeddings = rope.get("max_position_embeddings", 2048)
     config.rope_parameters = parameters
     try:
-        if kind == "default":
-            width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-            return 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
-        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        with torch.device("cpu"):  # also where a module is only sketched, on the device `meta`
+            if kind == "default":
+                width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+                return 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     except KeyError as error:
         raise Refusal(f"method.layer.rope: rope_type {kind} needs {error.args[0]}") from None
     except (TypeError, ValueError) as error:  # another value that is no number

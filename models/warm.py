@@ -4,18 +4,14 @@ What it is made of follows that drafter, how it is trained the options. Knows ex
 """
 
 import json
-from typing import Any
-
-from pydantic import BaseModel
 
 from paceline.models.drafter import Drafter, Options, build, options
 from paceline.models.errors import Refusal
 from paceline.models.export import describe, load_export
-from paceline.models.formats import eagle, mtp
+from paceline.models.formats import hf, reader
 from paceline.models.target import Target
 
 INIT = "method.init_from"
-FORMATS = (mtp, eagle)  # of others; the first that recognises a folder reads it
 
 
 def warm_start(asked: Options, target: Target) -> tuple[Drafter, float | None]:
@@ -28,7 +24,7 @@ def warm_start(asked: Options, target: Target) -> tuple[Drafter, float | None]:
     """
     assert asked.init_from is not None
     coverage, chosen = None, set(asked.TRAINING)
-    theirs = _format(asked.init_from)
+    theirs = reader(asked.init_from)
     if theirs is not None:
         known = theirs.load(asked.init_from, target, INIT)
         chosen |= {name for name in asked.CONVENTIONS if getattr(asked, name) is not None}
@@ -49,21 +45,21 @@ def check_start(asked: Options) -> None:
 
     Needs no target: what has to be held against one is left to `warm_start`.
     """
-    if asked.init_from is not None and _format(asked.init_from) is None:
+    if asked.init_from is None:
+        return
+    theirs = reader(asked.init_from)
+    if theirs is hf:
+        raise Refusal(f"{INIT}={asked.init_from}: an ordinary model; nearest: method.model={asked.init_from}")
+    if theirs is None:
         about = describe(asked.init_from, INIT)
         if about.get("trunk") is not None:
             raise Refusal(f"{INIT}={asked.init_from}: its target was trained with it, this one was not; nearest: null")
         _check_made_alike(asked, options(about["method"]["name"]).model_validate(about["method"]), settled=False)
 
 
-def _format(folder: str) -> Any:
-    """The module of formats/ that reads this folder, None for none of them."""
-    return next((one for one in FORMATS if one.recognised(folder)), None)
-
-
 def _check_made_alike(asked: Options, known: Options, settled: bool = True) -> None:
     """settled: a draft vocabulary of None is all of the target's; else it is not known yet how large that is."""
-    theirs, ours = (_made_of(options_, set(asked.TRAINING)) for options_ in (known, asked))
+    theirs, ours = known.made_of(), asked.made_of()
     for name, value in ours.items():
         there, vocabulary = theirs.get(name), name == "draft_vocab"
         if value == there or (value is None and not (vocabulary and settled)):
@@ -73,12 +69,3 @@ def _check_made_alike(asked: Options, known: Options, settled: bool = True) -> N
         asks, has = (json.dumps(v).strip('"') for v in (value, there))
         nearest = f"method={has}" if name == "name" else f"method.{name}={has}"
         raise Refusal(f"method.{name}: {asks}, but {INIT}={asked.init_from} has {has}; nearest: {nearest}")
-
-
-def _made_of(options_: Options, training: set[str]) -> dict[str, Any]:
-    """Options by their dotted names, without those that say how it is trained."""
-    made: dict[str, Any] = {}
-    for name, value in options_.model_dump(mode="json", exclude=training).items():
-        inside = isinstance(getattr(options_, name), BaseModel)
-        made |= {f"{name}.{part}": v for part, v in value.items()} if inside else {name: value}
-    return made

@@ -130,8 +130,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         changed(lambda t: t["embed_tokens.weight"].add_(1)),
         "embed_tokens.weight .* is not the target",
     ),
-    "absolute ids as offsets": (changed(lambda t: t["d2t"].copy_(VOCABULARY)), "d2t and t2d do not name the same ids"),
-    "no layer": (changed(lambda t: [t.pop(n) for n in list(t) if "q_proj" in n]), "neither EAGLE nor EAGLE-3"),
+    "absolute ids as offsets": (
+        changed(lambda t: t["d2t"].copy_(VOCABULARY)),
+        "d2t holds ids, engines add",
+    ),
+    "no layer": (
+        changed(lambda t: [t.pop(n) for n in list(t) if "q_proj" in n]),
+        "midlayer.self_attn.q_proj.weight is missing",
+    ),
     "no tensors": (lambda f: (f / "model.safetensors").write_bytes(b"no"), "model.safetensors cannot be read"),
     "config": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
 }
@@ -266,11 +272,14 @@ def test_released_modules_draft_what_they_did(family: str, mimo: bool, shards: b
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
-    "missing": (lambda t: t.pop("model.layers.4.hnorm.weight"), "tensor layers.4.hnorm.weight is missing"),
-    "extra": (lambda t: t.update({"model.layers.3.gain": torch.ones(1)}), "tensor layers.3.gain belongs to no part"),
+    "missing": (lambda t: t.pop("model.layers.4.hnorm.weight"), "tensor model.layers.4.hnorm.weight is missing"),
+    "extra": (
+        lambda t: t.update({"model.layers.3.gain": torch.ones(1)}),
+        "model.layers.3.gain belongs to no part",
+    ),
     "misshapen": (
         lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(32, 32)}),
-        "tensor layers.3.eh_proj.weight has shape [32, 32], expected [32, 64]",
+        "tensor model.layers.3.eh_proj.weight has shape [32, 32], expected [32, 64]",
     ),
     "latent": (
         lambda t: t.update({"model.layers.3.self_attn.kv_a_proj_with_mqa.weight": torch.ones(2, 2)}),

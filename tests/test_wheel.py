@@ -36,6 +36,7 @@ def test_the_wheel_trains_and_exports_with_its_own_conf_and_data(tmp_path: Path)
     done = subprocess.run(command, cwd=elsewhere, env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {file.name for file in (elsewhere / "run" / "export").iterdir()} == {
+        "README.md",
         "config.json",
         "drafter.json",
         "model.safetensors",
