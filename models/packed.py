@@ -6,12 +6,12 @@ them. Knows nn.Linear and the layers of a few transformers classes. The weights 
 takes its memory twice.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from paceline.models.cache import Cache
 
@@ -163,7 +163,7 @@ class PackedTrunk:
             hooked = layer._forward_pre_hooks or layer._forward_hooks  # they read what goes in and comes out
             run = layer if hooked else layer.forward
             x = run(x, attention_mask=attention_mask, position_embeddings=angles, cache=cache)
-        return BaseModelOutputWithPast(last_hidden_state=_normed(x, trunk.norm))
+        return SimpleNamespace(last_hidden_state=_normed(x, trunk.norm))
 
 
 def _joined(*parts: nn.Linear) -> Packed:
