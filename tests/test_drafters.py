@@ -48,16 +48,18 @@ def test_every_head_and_block_has_weights_of_its_own(target: Target) -> None:
     assert target.head.weight.data_ptr() not in places
 
 
-def test_no_gradient_reaches_a_shared_head(target: Target) -> None:
-    drafter, state = medusa(target, output="shared"), torch.randn(4, 32, requires_grad=True)
-    weight = target.head.weight
-    try:
-        weight.requires_grad_(True)
-        drafter.head(drafter.blocks[0](state), 0).sum().backward()  # type: ignore[union-attr, operator]
-        assert weight.grad is None and state.grad is not None
+def test_a_gradient_reaches_a_shared_head_only_where_it_is_trained(target: Target) -> None:
+    drafter, weight = medusa(target, output="shared"), target.head.weight
+    for trained in (False, True):
+        state = torch.randn(4, 32, requires_grad=True)
+        try:
+            weight.requires_grad_(trained)
+            drafter.head(drafter.blocks[0](state), 0).sum().backward()  # type: ignore[union-attr, operator]
+            assert (weight.grad is not None) == trained and state.grad is not None
+        finally:
+            weight.grad = None
+            weight.requires_grad_(False)
         assert all(parameter.grad is not None for parameter in drafter.blocks[0].parameters())
-    finally:
-        weight.requires_grad_(False)
     assert set(drafter.state_dict()) == {name for name, _ in drafter.named_parameters()}, (
         "what is borrowed is not saved"
     )
