@@ -1,5 +1,8 @@
 """The loss keeps its gradient where a drafter is nearly right, and a term says what its name says."""
 
+from itertools import permutations
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -73,6 +76,23 @@ def test_a_mix_is_the_weighted_sum_and_asks_a_teacher_only_where_it_is_used() ->
         torch.testing.assert_close(mixed, 0.3 * first + 0.7 * second)
     for name in TERMS.keys() - NEEDS_TEACHER:
         scored({name: 1.0}, draft, labels, None)
+
+
+def test_terms_are_summed_in_the_order_of_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run is a new process, whose sets have another order: its sums would have other bits."""
+    draft, labels, teacher = drafted(4, 16, apart=1.0)
+    called: list[str] = []
+    for name, term in TERMS.items():
+
+        def noted(*arguments: Any, name: str = name, term: Any = term) -> Tensor:
+            called.append(name)
+            return term(*arguments)
+
+        monkeypatch.setitem(TERMS, name, noted)
+    for names in permutations(TERMS):
+        called.clear()
+        scored(dict.fromkeys(names, 1.0), draft, labels, teacher)
+        assert called == list(names)
 
 
 def test_rows_are_learnt_in_blocks_as_they_are_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

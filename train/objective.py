@@ -127,8 +127,9 @@ NEEDS_TEACHER = TERMS.keys() - {"ce"}
 def mixed_features(weights: dict[str, float], state: Tensor, goal: Tensor) -> Tensor:
     """The weighted sum of the terms on states, [R]; state, goal [R, H]."""
     total = torch.zeros(len(state), dtype=torch.float32, device=state.device)
-    for name in FEATURE_TERMS.keys() & weights.keys():
-        total = total + weights[name] * FEATURE_TERMS[name](state.float(), goal.float())
+    for name, weight in weights.items():
+        if name in FEATURE_TERMS:
+            total = total + weight * FEATURE_TERMS[name](state.float(), goal.float())
     return total
 
 
@@ -218,8 +219,9 @@ def scored(
     drafted = Drafted(own, z.log(), q.div_(z), spare)
     gradient.zero_()
     value = torch.zeros_like(z[:, 0])
-    for name in TERMS.keys() & weights.keys():
-        value += weights[name] * TERMS[name](drafted, labels, teacher, weights[name], gradient)
+    for name, weight in weights.items():  # in their order: sums in another have other bits
+        if name in TERMS:
+            value += weight * TERMS[name](drafted, labels, teacher, weight, gradient)
     return value, gradient
 
 
