@@ -253,7 +253,7 @@ class Train(Section):
     keep: Positive
     log_every: Positive
     chunk: Positive
-    compile: bool | Literal["auto"]
+    compile: Literal[True, False, "auto"]
 
     @model_validator(mode="after")
     def _one_length(self) -> "Train":

@@ -5,15 +5,16 @@ Knows the drafter's interface, not its methods. Imported as `chains` (pytest's `
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from fakes import VOCAB, slow_greedy
+from fakes import VOCAB, slow_greedy, target_of
 from torch import Tensor
 
 from paceline.data.batch import Batch
-from paceline.decode import DraftTree, DynamicShape, Sampler, StaticShape, chain
+from paceline.decode import Decoder, DraftTree, DynamicShape, Sampler, StaticShape, chain
 from paceline.decode.tree import _deeper_streams
 from paceline.decode.verify import Verdict
 from paceline.models.drafter import Context, Drafter
@@ -274,3 +275,54 @@ def learnt(target: Target, drafter: Drafter, depths: int = 4, rate: float = 1e-2
                 break
     known.stages.append(drafter.state_dict())
     return known
+
+
+def assert_accepted(known: Lesson) -> Drafter:
+    """What was learnt by heart is accepted when it is decoded: 3.8 of 4 drafts a round at least."""
+    drafter = known.at(-1)
+    generation = Decoder(known.target, drafter, chain(4)).generate(PROMPTS[:1], NEW)
+    assert generation.tokens == [known.answer]
+    accepted = generation.report.num_accepted_tokens / generation.report.num_drafts
+    assert accepted >= 3.8, f"{accepted:.2f} of 4 accepted"
+    return drafter
+
+
+def assert_foretold(known: Lesson, depths: int) -> set[int]:
+    """At every stage the ranks foretell what each round of a greedy chain accepts; returns the counts that occurred."""
+    played = set()
+    for stage in range(len(known.stages)):
+        drafter = known.at(stage)
+        found = known.ranks(depths)
+        assert found.shape == (NEW, depths)
+        foretold = (found == 0).long().cumprod(1).sum(1).tolist()
+        said: list[int] = []
+        for emitted in Decoder(known.target, drafter, chain(depths)).stream(PROMPTS[:1], NEW):
+            if said:
+                worth = NEW - len(said) - 1  # drafts in a row before the limit: the last token is a bonus
+                assert emitted.drafted == min(foretold[len(said) - 1], worth)
+                played.add(emitted.drafted)
+            said += emitted.tokens
+        assert said == known.answer
+    return played
+
+
+@cache
+def plain(temperature: float) -> list[list[int]]:
+    """What the llama target says alone: greedily as the slow oracle has it."""
+    target = target_of("llama")
+    if temperature:
+        return Decoder(target).generate(PROMPTS, NEW, sampler=Sampler(temperature, seed=3)).tokens
+    return [slow_greedy(target, prompt, NEW) for prompt in PROMPTS]
+
+
+def assert_the_targets(known: Lesson, shape: StaticShape | DynamicShape, temperature: float) -> None:
+    """The output is what the llama target says alone, in a ragged batch and row by row, with drafts accepted."""
+    wanted, sampler = plain(temperature), Sampler(temperature, seed=3)
+    decoder = Decoder(known.target, known.at(2), shape)
+    together = decoder.generate(PROMPTS, NEW, sampler=sampler)
+    assert together.tokens == wanted
+    alone = [decoder.generate([prompt], NEW, sampler=sampler, rows=[row]) for row, prompt in enumerate(PROMPTS)]
+    assert [generation.tokens[0] for generation in alone] == wanted
+    assert [generation.reports[0] for generation in alone] == together.reports, "nor does a neighbour change a draft"
+    accepted = together.report.num_accepted_tokens_per_pos
+    assert sum(accepted) > 0 and (temperature or len(accepted) > 1), "the toy must accept drafts"

@@ -56,6 +56,8 @@ ALSO_REFUSED = {
     "method=medusa,ngram": ["method:", "--multirun"],
     "method=ngram": ["method:", "nothing to train", "drafter=ngram"],
     "method.name=medussa": ["method.name:", "nearest: medusa"],
+    "train.compile=maybe": ["train.compile:", "nearest: auto"],
+    "decode.node_cost=2": ["decode.node_cost:", "less than 1"],
     "method.heads=0": ["method.heads:", "greater than or equal to 1"],
     "method.unroll=9": ["method.unroll:", "nearest: method.heads=9"],
     "method.draft_vocab=4": ["decode.width:", "method.draft_vocab=4"],

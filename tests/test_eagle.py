@@ -15,7 +15,6 @@ import torch
 from chains import (
     DEPTHS,
     END,
-    NEW,
     PROMPTS,
     TREE,
     Lesson,
@@ -23,6 +22,9 @@ from chains import (
     Scripted,
     apart,
     assert_a_prefill,
+    assert_accepted,
+    assert_foretold,
+    assert_the_targets,
     assert_trained_so,
     learnt,
     packed,
@@ -39,7 +41,7 @@ from torch.nn import functional as F
 
 from paceline.data.batch import Batch, pack
 from paceline.data.conversations import Example, load_tokenizer, stop_ids
-from paceline.decode import Decoder, DynamicShape, Sampler, StaticShape, chain, grow
+from paceline.decode import Decoder, DynamicShape, StaticShape, chain, grow
 from paceline.models.drafter import Context, Drafter, Options, Shape, build
 from paceline.models.eagle import Eagle, EagleOptions, default_taps
 from paceline.models.errors import Refusal
@@ -304,56 +306,20 @@ def lesson(method: str, drafted: bool) -> Lesson:
 
 @any_method
 def test_a_text_learnt_by_heart_is_accepted_when_it_is_decoded(method: str) -> None:
-    known = lesson(method, False)
-    drafter = known.at(-1)
-    assert drafter.max_depth is None
-    generation = Decoder(known.target, drafter, chain(4)).generate(PROMPTS[:1], NEW)
-    assert generation.tokens == [known.answer]
-    accepted = generation.report.num_accepted_tokens / generation.report.num_drafts
-    assert accepted >= 3.8, f"{accepted:.2f} of 4 accepted"
+    assert assert_accepted(lesson(method, False)).max_depth is None
 
 
 @pytest.mark.parametrize(("method", "drafted"), [*((method, False) for method in METHODS), ("eagle3", True)])
 def test_ranks_foretell_what_every_round_of_a_greedy_chain_accepts(method: str, drafted: bool) -> None:
-    known, played = lesson(method, drafted), set()
-    for stage in range(4):
-        drafter = known.at(stage)
-        found = known.ranks(5)
-        assert found.shape == (NEW, 5)
-        foretold = (found == 0).long().cumprod(1).sum(1).tolist()
-        said: list[int] = []
-        for emitted in Decoder(known.target, drafter, chain(5)).stream(PROMPTS[:1], NEW):
-            if said:
-                worth = NEW - len(said) - 1  # drafts in a row before the limit: the last token is a bonus
-                assert emitted.drafted == min(foretold[len(said) - 1], worth)
-                played.add(emitted.drafted)
-            said += emitted.tokens
-        assert said == known.answer
+    played = assert_foretold(lesson(method, drafted), 5)
     assert 0 in played and len(played) >= 3 and (max(played) >= 4 or drafted), played
-
-
-@cache
-def plain(temperature: float) -> list[list[int]]:
-    """What the target says alone: greedily as the slow oracle has it."""
-    target = lesson("eagle", False).target
-    if temperature:
-        return Decoder(target).generate(PROMPTS, NEW, sampler=Sampler(temperature, seed=3)).tokens
-    return [slow_greedy(target, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.4], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @any_method
 def test_the_output_is_the_targets(method: str, shape: StaticShape | DynamicShape, temperature: float) -> None:
-    known, wanted, sampler = lesson(method, False), plain(temperature), Sampler(temperature, seed=3)
-    decoder = Decoder(known.target, known.at(2), shape)
-    together = decoder.generate(PROMPTS, NEW, sampler=sampler)
-    assert together.tokens == wanted
-    alone = [decoder.generate([prompt], NEW, sampler=sampler, rows=[row]) for row, prompt in enumerate(PROMPTS)]
-    assert [generation.tokens[0] for generation in alone] == wanted
-    assert [generation.reports[0] for generation in alone] == together.reports, "nor does a neighbour change a draft"
-    accepted = together.report.num_accepted_tokens_per_pos
-    assert sum(accepted) > 0 and (temperature or len(accepted) > 1), "the toy must accept drafts"
+    assert_the_targets(lesson(method, False), shape, temperature)
 
 
 # ---------------------------------------------------------------- where a drafter begins

@@ -13,14 +13,15 @@ import torch
 from accelerate import Accelerator
 from chains import (
     END,
-    NEW,
-    PROMPTS,
     SHAPES,
     TREE,
     Lesson,
     Scripted,
     apart,
     assert_a_prefill,
+    assert_accepted,
+    assert_foretold,
+    assert_the_targets,
     assert_trained_so,
     learnt,
     listed,
@@ -39,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.data.batch import Batch
-from paceline.decode import Decoder, DynamicShape, Sampler, StaticShape, chain
+from paceline.decode import Decoder, DynamicShape, StaticShape, chain
 from paceline.models.drafter import Borrowed, Drafter, Shape, build
 from paceline.models.drafter import options as options_of
 from paceline.models.export import load_export, save_export
@@ -182,52 +183,20 @@ def lesson(kind: str) -> Lesson:
 
 @any_kind
 def test_a_text_learnt_by_heart_is_accepted_when_it_is_decoded(kind: str) -> None:
-    known = lesson(kind)
-    generation = Decoder(known.target, known.at(-1), chain(4)).generate(PROMPTS[:1], NEW)
-    assert generation.tokens == [known.answer]
-    accepted = generation.report.num_accepted_tokens / generation.report.num_drafts
-    assert accepted >= 3.8, f"{accepted:.2f} of 4 accepted"
+    assert_accepted(lesson(kind))
 
 
 @any_kind
 def test_ranks_foretell_what_every_round_of_a_greedy_chain_accepts(kind: str) -> None:
-    known, played = lesson(kind), set()
-    for stage in range(4):
-        drafter = known.at(stage)
-        foretold = (known.ranks(4) == 0).long().cumprod(1).sum(1).tolist()
-        said: list[int] = []
-        for emitted in Decoder(known.target, drafter, chain(4)).stream(PROMPTS[:1], NEW):
-            if said:
-                worth = NEW - len(said) - 1  # drafts in a row before the limit: the last token is a bonus
-                assert emitted.drafted == min(foretold[len(said) - 1], worth)
-                played.add(emitted.drafted)
-            said += emitted.tokens
-        assert said == known.answer
+    played = assert_foretold(lesson(kind), 4)
     assert len(played) >= 3 and {0, 4} <= played, played
-
-
-@cache
-def plain(temperature: float) -> list[list[int]]:
-    """What the target says alone: greedily as the slow oracle has it."""
-    target = target_of("llama")
-    if temperature:
-        return Decoder(target).generate(PROMPTS, NEW, sampler=Sampler(temperature, seed=3)).tokens
-    return [slow_greedy(target, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.4], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @any_kind
 def test_the_output_is_the_targets(kind: str, shape: StaticShape | DynamicShape, temperature: float) -> None:
-    known, wanted, sampler = lesson(kind), plain(temperature), Sampler(temperature, seed=3)
-    decoder = Decoder(known.target, known.at(2), shape)
-    together = decoder.generate(PROMPTS, NEW, sampler=sampler)
-    assert together.tokens == wanted
-    alone = [decoder.generate([prompt], NEW, sampler=sampler, rows=[row]) for row, prompt in enumerate(PROMPTS)]
-    assert [generation.tokens[0] for generation in alone] == wanted
-    assert [generation.reports[0] for generation in alone] == together.reports, "nor does a neighbour change a draft"
-    accepted = together.report.num_accepted_tokens_per_pos
-    assert sum(accepted) > 0 and (temperature or len(accepted) > 1), "the toy must accept drafts"
+    assert_the_targets(lesson(kind), shape, temperature)
 
 
 @any_kind
