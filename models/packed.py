@@ -65,8 +65,8 @@ class Beside:
 
 
 class PackedLayer:
-    """A decoder layer of Llama's make, as its class computes it, in a third of the operators: one product for q, k and
-    v, one for gate and up, one rotation for q and k, fused norms.
+    """A decoder layer of Llama's make, as its class computes it, in fewer operators: one product for q, k and v, one
+    for gate and up, one rotation for q and k, fused norms.
 
     What it does not do (another cache than ours, gradients) the layer's class goes on doing, with unpacked weights.
     """
