@@ -5,6 +5,7 @@ Owns Hydra, and that whatever is refused is one line on stderr and exit code 2. 
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -114,9 +115,20 @@ def _quoted(word: str, text: tuple[str, ...]) -> str:
     key, given, value = word.partition("=")
     if not given or key not in text or value == "null" or re.fullmatch(r"(['\"]).*\1", value, re.DOTALL):
         return word
+    return f"{key}={quoted(value)}"
+
+
+def quoted(value: Any) -> str:
+    """A value as Hydra's command line takes it: what stands there is read back as this value."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{quoted(part)}' for name, part in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(quoted, value))}]"
+    if not isinstance(value, str):
+        return json.dumps(value)
     value = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", value)  # no interpolation
     value = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
-    return f"{key}='{value}'"
+    return f"'{value}'"
 
 
 def _check(name: str, args: Namespace, cwd: str) -> None:
@@ -187,8 +199,9 @@ def _composed(loader: ConfigLoader, name: str, words: list[str]) -> DictConfig:
                 keys.append(override.key_or_group)
         # The options there are, once the groups are chosen: Hydra's own message would name no neighbour.
         valid = [*chosen, *option_names(_plain(hydra.compose(name, [*searched, *groups], return_hydra_config=True)))]
+        may_grow = getattr(_SCHEMAS.get(name), "open", None)
         for key in keys:
-            if key not in valid and not key.startswith("hydra.job.env_set"):
+            if key not in valid and not key.startswith("hydra.job.env_set") and key.partition(".")[0] != may_grow:
                 raise Refusal(_unknown(key, valid))
         return hydra.compose(name, words)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import (
@@ -582,19 +582,6 @@ class ConvertConfig(Section):
         return format
 
 
-class CompareConfig(Section):
-    """All of scripts/compare.py."""
-
-    title: str
-    entry: str
-    common: list[str]
-    variants: dict[str, list[str]]
-    seeds: Positive
-    out: Place
-
-    _trains = field_validator("entry")(entry_that_trains)
-
-
 class JointConfig(Section):
     """All of scripts/joint.py."""
 
@@ -627,6 +614,82 @@ class InspectConfig(Section):
     out: Place
     examples: Positive
     width: Positive
+
+
+class Row(Section):
+    """A drafter of scripts/compare.py: trained by an entry, or an export. Here alone what is left out has a default."""
+
+    entry: str | None = None  # train/ENTRY.py
+    export: str | None = None  # a folder, ngram, or none
+    options: list[str] = []  # of its training
+    evaluate: list[str] = []  # of its evaluation
+
+    _trains = field_validator("entry")(entry_that_trains)
+
+    @field_validator("export")
+    @classmethod
+    def _word_or_export(cls, export: str | None, info: ValidationInfo) -> str | None:
+        return export if export is None else word_or_file("export", export, ("none", "ngram"), info)
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.entry is None) == (self.export is None):
+            raise Refusal("give it an entry, which trains it, or an export, not both")
+        if self.export is not None and self.options:
+            raise Refusal("options are of a training, and an export is not trained; nearest: evaluate")
+        return self
+
+
+class CompareConfig(Section):
+    """All of scripts/compare.py."""
+
+    open: ClassVar = "drafters"  # under this name a command line may add what no yaml names
+
+    title: str
+    target: Target
+    data: Data
+    eval: Prompts
+    seeds: Positive
+    tokens: Positive | None
+    minutes: Rate | None
+    processes: Positive
+    options: list[str]
+    temperatures: list[Weight]
+    plain_prompts: Positive | None
+    evaluate: list[str]
+    drafters: dict[str, Row]
+    only: list[str] | None
+    out: Place
+
+    @field_validator("target")
+    @classmethod
+    def _said(cls, target: Target) -> Target:
+        if target.name == "export":
+            raise Refusal("target: whom all drafters are for has to be said; nearest: smollm2")
+        return target
+
+    @field_validator("drafters", mode="before")
+    @classmethod
+    def _by_name(cls, drafters: Any, info: ValidationInfo) -> Any:
+        """Each row on its own, so that what is wrong with one is said with its name."""
+        if not isinstance(drafters, dict) or not drafters:
+            raise Refusal("drafters: none are given; name a file of conf/comparison/, as comparison=family")
+        rows = {}
+        for name, row in drafters.items():
+            try:
+                rows[name] = Row.model_validate(row, context=info.context)
+            except ValidationError as error:
+                raise Refusal(f"drafters.{name}: {_one_line(error, list(Row.model_fields))}") from None
+        return rows
+
+    @model_validator(mode="after")
+    def _there(self) -> Self:
+        for name in self.only or []:
+            if name not in self.drafters:
+                raise Refusal(f"only: no such drafter {name!r}; nearest: {nearest(name, self.drafters)}")
+        if self.only == []:
+            raise Refusal("only: [] leaves nothing to compare; null: all drafters")
+        return self
 
 
 def option_names(tree: dict[str, Any], prefix: str = "") -> list[str]:

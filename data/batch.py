@@ -98,7 +98,7 @@ class Loader:
         while True:
             for group in self._groups(epoch):
                 taken += 1
-                tokens -= sum(len(self.examples[i]) for i in group)
+                tokens -= sum(self._sizes[i] for i in group)
                 if tokens <= 0:
                     return taken
             epoch += 1

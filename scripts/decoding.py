@@ -44,7 +44,7 @@ class Runtime:
 def runtime(cfg: Any) -> Runtime:
     """Load what `cfg` (EvaluateConfig or GenerateConfig) asks for. Raises Refusal, or BadData for a tokenizer."""
     about = describe(cfg.drafter) if cfg.drafter not in ("none", "ngram") else {}
-    meant = _target_of(cfg, about)
+    meant = target_of(cfg, about)
     where = folder(meant.name, meant.path)
     device = device_of(meant.device)
     tokenizer = load_tokenizer(where, meant.trust_remote_code)
@@ -84,7 +84,7 @@ def runtime(cfg: Any) -> Runtime:
     )
 
 
-def _target_of(cfg: Any, about: dict[str, Any]) -> Any:
+def target_of(cfg: Any, about: dict[str, Any]) -> Any:
     """The options of the target that is meant. Raises Refusal where the export already contradicts them."""
     if not about:
         return cfg.target
@@ -149,8 +149,12 @@ def _machine(device: torch.device) -> str:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
+    write_whole(file, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_whole(file: Path, text: str) -> None:
     """The file appears whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}-{os.getpid()}")
-    unfinished.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(file)

@@ -269,6 +269,7 @@ class Record:
             provenance={
                 "step": number,
                 "tokens": self.tokens,
+                "parameters": sum(p.numel() for group in trunk.groups(drafter) for p in group["params"]),
                 "data": data.provenance,
                 "train": cfg.train.plain(),
                 "trunk": cfg.trunk.plain(),
