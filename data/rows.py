@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-SHARD = 1 << 22  # tokens a shard: 20 MB, what is held in memory while one is written
+SHARD = 1 << 20  # tokens a shard: 5 MB, what is held in memory until it is written
 
 
 @dataclass(frozen=True)

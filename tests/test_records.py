@@ -230,6 +230,24 @@ def test_rows_are_the_examples_written_whatever_the_shards(tmp_path: Path, monke
     assert len(Rows([])) == 0
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_rows_on_disk_take_no_memory_of_their_own(tmp_path: Path) -> None:
+    def megabytes() -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon:"))
+
+    writer, row = Writer(tmp_path, "train"), Example(torch.arange(1000), torch.ones(1000, dtype=torch.bool))
+    for _ in range(1100):  # a shard, and what writing one takes
+        writer.add(row)
+    before = megabytes()
+    for _ in range(16000):
+        writer.add(row)
+    writer.flush()
+    rows = Rows(writer.files)
+    assert sum(int(row.supervised.sum()) for row in rows) == 17_100_000
+    assert megabytes() - before < 50, "85 MB lie on disk, 150 would in memory"
+
+
 class Encoding:
     """Counts how often rows were really made."""
 
