@@ -596,14 +596,45 @@ class JointConfig(Section):
     _trains = field_validator("entry")(entry_that_trains)
 
 
+BenchmarkRow = Literal[
+    "hf-generate",
+    "hf-prompt-lookup",
+    "paceline-plain",
+    "paceline-ngram",
+    "paceline-medusa",
+    "paceline-eagle3",
+    "economize-medusa",
+    "economize-eagle3",
+]
+
+
 class BenchmarkConfig(Section):
     """All of scripts/benchmark.py."""
 
-    part: Literal["data"]
+    part: Literal["data", "decode"]
     out: Place
     target: Target
     conversations: Annotated[int, Field(ge=10)]
     batch_tokens: Positive
+    only: list[BenchmarkRow] | None
+    dtype: Dtype
+    decode: Decode
+    eval: Prompts
+    prompt_lookup: Positive
+    medusa: Place
+    eagle3: Place
+    economize_medusa: Place | None
+    economize_eagle3: Place | None
+    ngram: Any
+
+    @model_validator(mode="after")
+    def _greedy(self) -> Self:
+        exact_in(self.dtype, self.decode)
+        if self.decode.temperature > 0 or self.decode.verify != "walk":
+            raise Refusal("decode.temperature, decode.verify: every row is greedy and exact; nearest: 0.0 and walk")
+        return self
+
+    _options = field_validator("ngram", mode="before")(method_options)
 
 
 class InspectConfig(Section):

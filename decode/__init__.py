@@ -4,7 +4,17 @@ from paceline.decode.decoder import Decoder, Emitted, Generation, Stream
 from paceline.decode.drift import DRIFT, Drift, drift
 from paceline.decode.report import DEFINITIONS, AcceptanceReport
 from paceline.decode.sampler import Sampler
-from paceline.decode.tree import DraftTree, DynamicShape, StaticShape, best_static, chain, grow, shape_of, usual_depth
+from paceline.decode.tree import (
+    DraftTree,
+    DynamicShape,
+    Shape,
+    StaticShape,
+    best_static,
+    chain,
+    grow,
+    shape_of,
+    usual_depth,
+)
 from paceline.decode.verify import VERIFIERS, Verdict, reject, typical, walk
 
 __all__ = [
@@ -19,6 +29,7 @@ __all__ = [
     "Emitted",
     "Generation",
     "Sampler",
+    "Shape",
     "StaticShape",
     "Stream",
     "Verdict",

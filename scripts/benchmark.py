@@ -1,6 +1,7 @@
 """Measure the project's own parts on this machine, into out/benchmark.json.
 
     python scripts/benchmark.py data
+    python scripts/benchmark.py decode
 
 A part is a function that yields rows, dicts with `part`, `name` and figures; PARTS names them. Rows of a part that is
 measured again take the place of the old ones.
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.conf.entry import entry
+from paceline.scripts.benchmark_decode import decode
 
 Row = dict[str, Any]
 
@@ -102,7 +104,7 @@ class Memory:
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
-PARTS: dict[str, Callable[[Any], Iterator[Row]]] = {"data": data}
+PARTS: dict[str, Callable[[Any], Iterator[Row]]] = {"data": data, "decode": decode}
 
 _main = entry("benchmark", run)
 

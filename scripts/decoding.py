@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from paceline.data.conversations import load_tokenizer, stop_ids, template_hash
-from paceline.decode import VERIFIERS, Decoder, DynamicShape, Sampler, shape_of
-from paceline.models.drafter import Shape, build, check_depth, options
+from paceline.decode import VERIFIERS, Decoder, DynamicShape, Sampler, Shape, shape_of
+from paceline.models.drafter import Drafter, build, check_depth, options
+from paceline.models.drafter import Shape as Sizes
 from paceline.models.errors import Refusal
 from paceline.models.export import describe, load_export, load_trunk
 from paceline.models.target import Target, device_of, folder
@@ -56,10 +57,9 @@ def runtime(cfg: Any) -> Runtime:
         if about["target"].get("template_sha256") not in (None, template_hash(tokenizer)):
             print("paceline: the drafter was trained under another chat template; it will guess worse", file=sys.stderr)
     elif cfg.drafter == "ngram":
-        drafter = build(cfg.ngram, Shape.of(target))
-    asked, paths = cfg.decode, (about.get("tree") or {}).get("paths", ())
-    costs = asked.node_cost, asked.depth_cost
-    shape = shape_of(asked.tree, asked.nodes, asked.depth, asked.width, drafter, paths, *costs)
+        drafter = build(cfg.ngram, Sizes.of(target))
+    asked = cfg.decode
+    shape = shape_for(asked, drafter, about)
     return Runtime(
         tokenizer,
         Decoder(target, drafter, shape, VERIFIERS[asked.verify], timed=True, sampled=asked.drafts == "sampled"),
@@ -82,6 +82,13 @@ def runtime(cfg: Any) -> Runtime:
         },
         original,
     )
+
+
+def shape_for(asked: Any, drafter: Drafter | None, about: dict[str, Any]) -> Shape:
+    """The tree that the `decode` options ask for. about: drafter.json of an export, {} where the drafter has none."""
+    paths = (about.get("tree") or {}).get("paths", ())
+    costs = asked.node_cost, asked.depth_cost
+    return shape_of(asked.tree, asked.nodes, asked.depth, asked.width, drafter, paths, *costs)
 
 
 def target_of(cfg: Any, about: dict[str, Any]) -> Any:

@@ -163,11 +163,12 @@ def measured(
     size: int,
     some: Mapping[str, int | None] = MappingProxyType({}),
     known: list[list[int]] | None = None,
+    plain: str = PLAIN,
 ) -> Iterator[Batch]:
     """Decode batches of `size` prompts in every way in turn; who begins rotates, so that noise hits all alike.
 
     some: of ways that decode only some of the prompts, evenly spread: how many; None for all.
-    known: the plain tokens of each prompt by itself, where they need not be computed.
+    known: the plain tokens of each prompt by itself, where they need not be computed; else `plain` is the way to them.
     """
     chosen = {way: {i * len(ids) // count for i in range(count)} for way, count in some.items() if count is not None}
     for way in ways.values():  # the first pass of anything is slow
@@ -184,9 +185,9 @@ def measured(
         if known is not None:
             batch.alone = [known[row] for row in rows]
         elif size == 1:
-            batch.alone = batch.out[PLAIN].tokens
+            batch.alone = batch.out[plain].tokens
         else:
-            batch.alone = [ways[PLAIN]([row], [ids[row]], limit).tokens[0] for row in rows]
+            batch.alone = [ways[plain]([row], [ids[row]], limit).tokens[0] for row in rows]
         yield batch
 
 

@@ -1,0 +1,223 @@
+"""How fast text is decoded here, beside what else there is: scripts/benchmark.py decode.
+
+Owns which decoders are compared and what a row says. Each is a `Way` of scripts/evaluate.py, which decodes prompt by
+prompt, in turn. What others run is a checkpoint as transformers loads it, with nothing of ours in it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from paceline.models.errors import Refusal
+
+if TYPE_CHECKING:
+    from paceline.decode import Generation
+    from paceline.models.drafter import Drafter
+    from paceline.models.target import Target
+    from paceline.scripts.evaluate import Way
+
+GENERATE, LOOKUP, PLAIN = "hf-generate", "hf-prompt-lookup", "paceline-plain"
+
+
+def decode(cfg: Any) -> Iterator[dict[str, Any]]:
+    """One row a decoder, all greedy, one prompt at a time, the prompts in turn.
+
+    tokens_per_second: new tokens / wall-clock seconds, reading the prompt included. mean_acceptance_length: tokens a
+    pass of the target, without the pass that reads the prompt and the token it yields. identical of compared: answers
+    that are, token for token, those of plain decoding in the same framework; the two plain rows are compared with each
+    other.
+    """
+    from paceline.data.conversations import load_tokenizer, prompt_ids, stop_ids
+    from paceline.data.prompts import prompts
+    from paceline.models.target import Target, device_of, folder
+    from paceline.scripts.evaluate import measured
+    from paceline.scripts.terminal import progress
+
+    names = _wanted(cfg)
+    where, device = folder(cfg.target.name, cfg.target.path), device_of(cfg.target.device)
+    tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
+    target = Target.load(where, cfg.dtype, device, len(tokenizer), trust_remote_code=cfg.target.trust_remote_code)
+    stops = stop_ids(tokenizer)
+    ways = {name: _WAYS[name](cfg, target, stops) for name in names}
+    ids = [prompt_ids(tokenizer, prompt.messages) for prompt in prompts(cfg.eval.prompts, cfg.eval.limit)]
+    alone = PLAIN if PLAIN in ways else names[0]
+    with progress("prompts", len(ids)) as bar:
+        batches = []
+        for batch in measured(ways, ids, cfg.eval.max_new_tokens, 1, plain=alone):
+            batches.append(batch)
+            bar.advance()
+    for name in names:
+        outs = [batch.out[name] for batch in batches]
+        reference = _reference(name)
+        same = [batch.out[name].tokens == batch.out[reference].tokens for batch in batches if reference in ways]
+        tokens, seconds = sum(batch.tokens(name) for batch in batches), sum(batch.seconds[name] for batch in batches)
+        report = sum((out.report for out in outs[1:]), outs[0].report)
+        yield {
+            "part": "decode",
+            "name": name,
+            "tokens_per_second": round(tokens / seconds, 2),
+            "mean_acceptance_length": report.mean_acceptance_length,
+            "identical": sum(same),
+            "compared": len(same),
+        }
+
+
+# The option that says where a row's drafter lies.
+_DRAFTERS = {
+    "paceline-medusa": "medusa",
+    "paceline-eagle3": "eagle3",
+    "economize-medusa": "economize_medusa",
+    "economize-eagle3": "economize_eagle3",
+}
+
+
+def _wanted(cfg: Any) -> list[str]:
+    """Rows to measure, in order. Refusal: a drafter that is not there, or a row that needs what is not installed."""
+    there = importlib.util.find_spec("economize") is not None
+    usual = [name for name in _WAYS if not name.startswith("economize") or (there and getattr(cfg, _DRAFTERS[name]))]
+    names = usual if cfg.only is None else [name for name in _WAYS if name in cfg.only]
+    for name in names:
+        if name.startswith("economize") and not there:
+            raise Refusal(f"only: {name} needs economize: pip install economize==0.3.2, or leave it out")
+        option = _DRAFTERS.get(name)
+        place = option and getattr(cfg, option)
+        if option and not (place and os.path.isdir(place)):
+            raise Refusal(f"{option}: {name} decodes with the drafter at {place}, which is not there; or leave it out")
+    return names
+
+
+def _reference(row: str) -> str:
+    """The plain decoding whose output a row should have; of one of them, the other."""
+    plains = {GENERATE: PLAIN, PLAIN: GENERATE}
+    return plains.get(row, PLAIN if row.startswith("paceline-") else GENERATE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours
+
+
+def _ours(cfg: Any, target: Target, stops: list[int], drafter: Drafter | None, shape: Any = None) -> Way:
+    from paceline.decode import Decoder
+
+    decoder = Decoder(target, drafter, shape)
+    return lambda rows, ids, limit: decoder.generate(ids, limit, eos=stops, rows=rows)
+
+
+def _plain(cfg: Any, target: Target, stops: list[int]) -> Way:
+    return _ours(cfg, target, stops, None)
+
+
+def _ngram(cfg: Any, target: Target, stops: list[int]) -> Way:
+    from paceline.decode import shape_of
+    from paceline.models.drafter import Shape, build
+
+    drafter = build(cfg.ngram, Shape.of(target))
+    return _ours(cfg, target, stops, drafter, shape_of("chain", cfg.decode.nodes, None, 1, drafter))
+
+
+def _trained(option: str) -> Callable[[Any, Target, list[int]], Way]:
+    def way(cfg: Any, target: Target, stops: list[int]) -> Way:
+        from paceline.models.export import load_export
+        from paceline.scripts.decoding import shape_for
+
+        drafter, about = load_export(getattr(cfg, option), target, cfg.dtype, option)
+        return _ours(cfg, target, stops, drafter, shape_for(cfg.decode, drafter, about))
+
+    return way
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Theirs
+
+
+def _stock(cfg: Any, target: Target) -> Any:
+    """A model of its own as transformers loads it: none of our packed weights, nothing shared."""
+    from transformers import AutoModelForCausalLM
+
+    from paceline.models.target import DTYPES, quiet_transformers
+
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(target.source, dtype=DTYPES[cfg.dtype])
+    return model.to(target.device).eval()
+
+
+@contextmanager
+def _passes(model: Any) -> Iterator[list[int]]:
+    """Collects an entry for each pass of a model."""
+    seen: list[int] = []
+    hook = model.register_forward_hook(lambda *_: seen.append(1))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def _generation(tokens: list[int], passes: int) -> Generation:
+    """What one prompt gave; passes: without the one that read it and gave the first token."""
+    from paceline.decode import AcceptanceReport, Generation
+
+    emitted = max(len(tokens) - 1, 0)
+    return Generation([tokens], [AcceptanceReport([passes], [], 0, passes, emitted)], passes=passes)
+
+
+def _hf(lookup: bool) -> Callable[[Any, Target, list[int]], Way]:
+    def way(cfg: Any, target: Target, stops: list[int]) -> Way:
+        import torch
+
+        from paceline.models.target import quiet_transformers
+
+        model = _stock(cfg, target)
+        options = {"prompt_lookup_num_tokens": cfg.prompt_lookup} if lookup else {}
+
+        def generate(rows: list[int], ids: list[list[int]], limit: int) -> Generation:
+            prompt = torch.tensor(ids, device=target.device)
+            with quiet_transformers(), _passes(model) as passes:
+                out = model.generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=limit,
+                    do_sample=False,
+                    temperature=None,
+                    top_p=None,
+                    top_k=None,
+                    eos_token_id=stops or None,
+                    pad_token_id=next(iter(stops), 0),
+                    **options,
+                )
+            return _generation(out[0, prompt.shape[1] :].tolist(), len(passes) - 1)
+
+        return generate
+
+    return way
+
+
+def _economize(option: str) -> Callable[[Any, Target, list[int]], Way]:
+    def way(cfg: Any, target: Target, stops: list[int]) -> Way:
+        import economize  # type: ignore[import-not-found]
+        import torch
+
+        model = economize.load(_stock(cfg, target), getattr(cfg, option))
+
+        def generate(rows: list[int], ids: list[list[int]], limit: int) -> Generation:
+            out = model.decode(torch.tensor(ids, device=target.device), limit, stop=stops or None)
+            return _generation(out.tokens.tolist(), len(out.acceptance))
+
+        return generate
+
+    return way
+
+
+_WAYS: dict[str, Callable[[Any, Target, list[int]], Way]] = {
+    GENERATE: _hf(lookup=False),
+    LOOKUP: _hf(lookup=True),
+    PLAIN: _plain,
+    "paceline-ngram": _ngram,
+    "paceline-medusa": _trained("medusa"),
+    "paceline-eagle3": _trained("eagle3"),
+    "economize-medusa": _economize("economize_medusa"),
+    "economize-eagle3": _economize("economize_eagle3"),
+}

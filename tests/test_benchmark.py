@@ -1,0 +1,107 @@
+"""scripts/benchmark.py decode: every decoder answers the same prompts, and a row says what was counted."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from paceline.conf.entry import load
+from paceline.conf.schema import BenchmarkRow
+from paceline.models.drafter import Shape, build, options
+from paceline.models.export import save_export
+from paceline.models.target import Target, folder
+from paceline.scripts import benchmark_decode
+from paceline.scripts.benchmark import run
+
+SMALL = ["target=tiny", "part=decode", "dtype=float32", "eval.limit=3", "eval.max_new_tokens=12"]
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options that name untrained drafters for the tiny target."""
+    target, out = Target.load(folder("tiny"), "float32", vocab=259), tmp_path_factory.mktemp("drafters")
+    about = {"name": "tiny", "path": None, "fingerprint": target.fingerprint}
+    for option, made in (("medusa", {"heads": 2}), ("eagle3", {"draft_vocab": 64})):
+        name = {"eagle3": "eagle"}.get(option, option)
+        drafter = build(
+            options(name)(name=name, **made).fitted(target),
+            Shape.of(target),
+            torch.arange(64) if "draft_vocab" in made else None,
+        )
+        drafter.start(target)
+        save_export(drafter, out / option, "float32", about, tree={"paths": [[0], [0, 0], [1]]})
+    return [f"{option}={out / option}" for option in ("medusa", "eagle3")]
+
+
+def rows(out: Path, *words: str) -> list[dict[str, Any]]:
+    run(load("benchmark", *SMALL, f"out={out}", *words))
+    return json.loads((out / "benchmark.json").read_text())["rows"]
+
+
+def test_every_row_decodes_the_same_prompts_to_the_same_text(drafters: list[str], tmp_path: Path) -> None:
+    measured = rows(tmp_path, *drafters)
+    assert [row["name"] for row in measured] == [row for row in get_args(BenchmarkRow) if "economize" not in row]
+    for row in measured:
+        assert set(row) == {
+            "part",
+            "name",
+            "tokens_per_second",
+            "mean_acceptance_length",
+            "identical",
+            "compared",
+        }
+        assert row["part"] == "decode" and row["tokens_per_second"] > 0
+        assert row["identical"] == row["compared"] == 3, row
+    lengths = {row["name"]: row["mean_acceptance_length"] for row in measured}
+    assert lengths["hf-generate"] == lengths["paceline-plain"] == 1
+    assert lengths["hf-prompt-lookup"] > 1 < lengths["paceline-ngram"] and lengths["paceline-medusa"] > 1
+
+
+def test_a_row_that_says_something_else_is_found_out(
+    drafters: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = benchmark_decode._WAYS["paceline-ngram"]
+
+    def wrong(*given: Any) -> Any:
+        way = right(*given)
+
+        def generate(prompts: list[int], ids: list[list[int]], limit: int) -> Any:
+            out = way(prompts, ids, limit)
+            out.tokens[0][-1] += prompts[0] % 2  # of three prompts, the second
+            return out
+
+        return generate
+
+    monkeypatch.setitem(benchmark_decode._WAYS, "paceline-ngram", wrong)
+    (plain, ngram) = rows(tmp_path, "only=[paceline-ngram,paceline-plain]")
+    assert (plain["name"], plain["compared"]) == ("paceline-plain", 0), "there is no other plain decoding to hold it to"
+    assert (ngram["identical"], ngram["compared"]) == (2, 3)
+
+
+def test_the_schema_knows_the_rows() -> None:
+    assert list(get_args(BenchmarkRow)) == list(benchmark_decode._WAYS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["only=[paceline-eagel3]"], "nearest: paceline-eagle3"),
+        (["medusa=/nowhere"], "medusa: paceline-medusa decodes with the drafter at /nowhere, which is not there"),
+        (["only=[economize-medusa]"], "economize"),
+        (["decode.temperature=0.7"], "every row is greedy"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_a_model_loads(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.scripts import benchmark
+
+    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "decode", *SMALL[:1], *SMALL[2:], *words])
+    with pytest.raises(SystemExit) as exit_:
+        benchmark.main()
+    err = capsys.readouterr().err
+    assert exit_.value.code == 2 and err.count("\n") == 1 and said in err, err
