@@ -42,6 +42,7 @@ _SCHEMAS: dict[str, type[Section]] = {
     "inspect_data": schema.InspectConfig,
     "joint": schema.JointConfig,
     "synthesize": schema.SynthesizeConfig,
+    "watch": schema.WatchConfig,
 }
 
 

@@ -490,6 +490,7 @@ class EvaluateConfig(_Drafted):
     plain_prompts: Positive | None
     hf_baseline: bool
     hf_prompts: Positive | None
+    traces: Count
     eval: Prompts
     ngram: Any
 
@@ -520,6 +521,17 @@ class GenerateConfig(_Drafted):
     system: str | None
     max_new_tokens: Positive
     stop: list[Annotated[str, Field(min_length=1)]]
+    ngram: Any
+
+    _options = field_validator("ngram", mode="before")(method_options)
+
+
+class WatchConfig(_Drafted):
+    """All of scripts/watch.py. `out` is never None here."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    system: str | None
+    max_new_tokens: Annotated[int, Field(ge=1, le=512)]  # a page of more rounds would be too large to send about
     ngram: Any
 
     _options = field_validator("ngram", mode="before")(method_options)

@@ -4,6 +4,7 @@ from paceline.decode.decoder import Decoder, Emitted, Generation, Stream
 from paceline.decode.drift import DRIFT, Drift, drift
 from paceline.decode.report import DEFINITIONS, AcceptanceReport
 from paceline.decode.sampler import Sampler
+from paceline.decode.trace import Round
 from paceline.decode.tree import (
     DraftTree,
     DynamicShape,
@@ -28,6 +29,7 @@ __all__ = [
     "DynamicShape",
     "Emitted",
     "Generation",
+    "Round",
     "Sampler",
     "Shape",
     "StaticShape",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.decode.report import AcceptanceReport
 from paceline.decode.sampler import Sampler
+from paceline.decode.trace import Round, rounds
 from paceline.decode.tree import DraftTree, Shape, chain, check_drawable, grow
 from paceline.decode.verify import Verdict, walk
 from paceline.models.cache import Cache
@@ -44,12 +45,15 @@ class Generation:
     """New tokens of each row, the acceptance of each row, and the seconds spent by phase.
 
     seconds: prefill, draft, target (passes over trees and their head), verify, keep. passes: of the target, no prefill.
+    gained: of each row, the tokens that each round gave. trace: of each row, its rounds in full, where that was asked.
     """
 
     tokens: list[list[int]]
     reports: list[AcceptanceReport]
     seconds: dict[str, float] = field(default_factory=dict)
     passes: int = 0
+    gained: list[list[int]] = field(default_factory=list)
+    trace: list[list[Round]] = field(default_factory=list)
 
     @property
     def report(self) -> AcceptanceReport:
@@ -98,6 +102,7 @@ class Decoder:
             eos: ids that end a row (and are kept as its last token).
             stop: further condition, judged after every single token.
             rows: key of each row's noise, by default its place in the batch.
+            traced: keep every round in full (`Generation.trace`), which takes time.
         """
         return Stream(self, prompts, max_new_tokens, **options)
 
@@ -154,15 +159,21 @@ class Stream(Iterator[Emitted]):
         eos: Sequence[int] = (),
         stop: Stop | None = None,
         rows: Sequence[int] | None = None,
+        traced: bool = False,
     ):
         empty = [row for row, prompt in enumerate(prompts) if not prompt]
         if empty:
             raise Refusal(f"prompt {empty[0]} is empty: the target needs at least one token to start from")
         self.decoder, self.target, self.drafter = decoder, decoder.target, decoder.drafter
         self.sampler, self.eos, self.stop = sampler or Sampler(), frozenset(eos), stop
-        self.limit = max_new_tokens
+        self.limit, self.traced = max_new_tokens, traced
         self.keys = list(rows) if rows is not None else list(range(len(prompts)))
-        self.generation = Generation([[] for _ in prompts], [AcceptanceReport() for _ in prompts])
+        self.generation = Generation(
+            [[] for _ in prompts],
+            [AcceptanceReport() for _ in prompts],
+            gained=[[] for _ in prompts],
+            trace=[[] for _ in prompts],
+        )
         self._prompts = [list(prompt) for prompt in prompts]
         self._live = list(range(len(prompts)))  # batch rows still decoding, as indices into prompts
         self._events = self._run()
@@ -240,7 +251,12 @@ class Stream(Iterator[Emitted]):
                 [*row_words[1:row_count], bonus]
                 for row_words, row_count, bonus in zip(words.tolist(), count.tolist(), verdict.bonus, strict=True)
             ]
-            yield from self._emit(fresh, tree, verdict.paths)
+            seen = rounds(tree, logits, verdict, self.sampler) if self.traced else []
+            for index, emitted in enumerate(self._emit(fresh, tree, verdict.paths)):
+                if seen:
+                    whole = seen[index].emitted(emitted.tokens, emitted.drafted)
+                    self.generation.trace[emitted.row].append(whole)
+                yield emitted
             verified, memory = self._leave(cache, verified, memory)
 
     def _logits(self, last: Tensor) -> Tensor:
@@ -276,6 +292,7 @@ class Stream(Iterator[Emitted]):
                 deepest = min(max(depth[index]), cut)
                 offered = min(len(path) - 1 + children, cut)
                 self.generation.reports[row].add(used, offered, proposed, len(taken), deepest)
+                self.generation.gained[row].append(len(taken))
             yield Emitted(row, taken, used, row in finished)
         self._finished = finished
 

@@ -6,6 +6,7 @@ What drafter.json alone gives away is refused before the target loads. Does not 
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -156,7 +157,9 @@ def _machine(device: torch.device) -> str:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    write_whole(file, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """Indented, but lists of numbers each on one line."""
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    write_whole(file, re.sub(r"\[\n[^][{}\"]*\n *\]", lambda found: " ".join(found[0].split()), text) + "\n")
 
 
 def write_whole(file: Path, text: str) -> None:

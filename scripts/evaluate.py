@@ -2,7 +2,7 @@
 
     python scripts/evaluate.py drafter=outputs/demo/export eval.prompts=demo
 
-Owns the measurement, report.json and its table. Does not know how drafts are made or judged.
+Owns the measurement, report.json, its table and its page. Does not know how drafts are made or judged.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -36,6 +37,7 @@ SPEED = {
     "plain_tokens_per_second": "the same loop and prompts without a drafter (with plain=FILE: plain_prompts of them)",
     "hf_generate_tokens_per_second": "transformers' own generate, greedy, prompt by prompt (of hf_prompts of them)",
     "speedup": "tokens_per_second / plain_tokens_per_second, on the same prompts",
+    "speedup_predicted": "mean_acceptance_length * target_pass_ms / (verify_pass_ms + draft_ms), from the times below",
     "speedup_vs_hf_generate": "tokens_per_second / hf_generate_tokens_per_second, on the same prompts",
     "target_pass_ms": "one target pass of plain decoding: one token a prompt (median over prompts)",
     "verify_pass_ms": "one target pass over a whole draft (median over prompts)",
@@ -49,8 +51,10 @@ def run(cfg: Any) -> None:
     from paceline.data.conversations import prompt_ids
     from paceline.data.prompts import prompts
     from paceline.decode import drift
-    from paceline.scripts.decoding import runtime, setting, write_json
+    from paceline.decode.pages import report_page
+    from paceline.scripts.decoding import runtime, setting, write_json, write_whole
     from paceline.scripts.terminal import progress
+    from paceline.scripts.watch import LONGEST, traces
 
     asked = prompts(cfg.eval.prompts, cfg.eval.limit)
     ready = runtime(cfg)
@@ -86,14 +90,29 @@ def run(cfg: Any) -> None:
             "plain": cfg.plain_file,
             "plain_prompts": cfg.plain_prompts,
         },
-        **figures(batches, asked, cfg.seed),
+        **figures(batches, asked, [len(one) for one in ids], cfg.seed),
         "exactness": exactness(cfg, ready, asked, ids, batches),
         "drift": moved,
+        "trace": None,
     }
+    if cfg.traces:
+        chosen = [i * len(ids) // cfg.traces for i in range(min(cfg.traces, len(ids)))]
+        alone = {row: plain for batch in batches for row, plain in zip(batch.rows, batch.alone, strict=True)}
+        watched = {row: (asked[row], ids[row], alone[row]) for row in chosen}
+        report["trace"] = traces(ready, watched, min(LONGEST, cfg.eval.max_new_tokens))
     file = Path(cfg.out) / "report.json"
     write_json(file, report)
+    verdict = [
+        ("bad" if "red" in style else "good" if "green" in style else "", line) for style, line in _verdict(report)
+    ]
+    write_whole(file.with_suffix(".html"), report_page(report, _facts(report), verdict, _meanings()))
     show(console, report)
     console.print(f"all figures, prompt by prompt: {file}", highlight=False, soft_wrap=True)
+    console.print(
+        f"the same to look at, with rounds to step through: {file.with_suffix('.html')}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if faults(report):
         raise SystemExit(1)
 
@@ -248,18 +267,23 @@ def _read(file: Path, made: dict[str, Any]) -> list[list[int]]:
 # Figures: sums over prompts, divided once
 
 
-def figures(batches: list[Batch], asked: Sequence[Prompt], seed: int) -> dict[str, Any]:
-    """`acceptance`, `speed`, `by_category`, `intervals` and `prompts` of report.json."""
+def figures(batches: list[Batch], asked: Sequence[Prompt], lengths: list[int], seed: int) -> dict[str, Any]:
+    """`acceptance`, `speed`, `time`, `by_category`, `by_context`, `intervals` and `prompts` of report.json.
+
+    lengths: tokens of each prompt.
+    """
     reports = [report for batch in batches for report in batch.out[DRAFTED].reports]
     categories = dict.fromkeys(prompt.category for prompt in asked)
     both = [batch for batch in batches if PLAIN in batch.seconds]
     return {
         "acceptance": _sum(reports).as_dict(),
-        "speed": _speed(batches),
+        "speed": _speed(batches, _sum(reports).mean_acceptance_length),
+        "time": {"drafted": _time(batches, DRAFTED), "plain": _time(both, PLAIN) if both else None},
         "by_category": {
             category: _category(batches, reports, [i for i, p in enumerate(asked) if p.category == category])
             for category in categories
         },
+        "by_context": _by_context(batches, lengths),
         "intervals": {
             "confidence": 0.95,
             "resamples": RESAMPLES,
@@ -307,22 +331,61 @@ def _times(batches: Iterable[Batch], way: str) -> float | None:
     return drafted / other if drafted is not None and other else None
 
 
-def _speed(batches: list[Batch]) -> dict[str, float | None]:
+def _speed(batches: list[Batch], length: float | None) -> dict[str, float | None]:
     def milliseconds(way: str, phase: str) -> float | None:
         outs = [batch.out[way] for batch in batches if way in batch.out]
         passes = [out.seconds[phase] / out.passes for out in outs if out.passes]
         return 1e3 * statistics.median(passes) if passes else None
 
+    plain, verify, draft = (
+        milliseconds(way, phase) for way, phase in ((PLAIN, "target"), (DRAFTED, "target"), (DRAFTED, "draft"))
+    )
+    predicted = None
+    if length is not None and plain is not None and verify is not None and draft is not None:
+        predicted = length * plain / (verify + draft)
     return {
         "tokens_per_second": _rate(batches, DRAFTED),
         "plain_tokens_per_second": _rate(batches, PLAIN),
         "hf_generate_tokens_per_second": _rate(batches, GENERATE),
         "speedup": _times(batches, PLAIN),
+        "speedup_predicted": predicted,
         "speedup_vs_hf_generate": _times(batches, GENERATE),
-        "target_pass_ms": milliseconds(PLAIN, "target"),
-        "verify_pass_ms": milliseconds(DRAFTED, "target"),
-        "draft_ms": milliseconds(DRAFTED, "draft"),
+        "target_pass_ms": plain,
+        "verify_pass_ms": verify,
+        "draft_ms": draft,
     }
+
+
+def _time(batches: list[Batch], way: str) -> dict[str, float]:
+    """Seconds on the wall clock by what they were spent on; see report.html."""
+    spent = dict.fromkeys(("prompt", "draft", "target"), 0.0)
+    for batch in batches:
+        for name, phase in (("prompt", "prefill"), ("draft", "draft"), ("target", "target")):
+            spent[name] += batch.out[way].seconds.get(phase, 0.0)
+    return spent | {"rest": sum(batch.seconds[way] for batch in batches) - sum(spent.values())}
+
+
+def _by_context(batches: list[Batch], lengths: list[int]) -> list[dict[str, Any]]:
+    """Rounds sorted by how much text they go on from, in ranges that double."""
+    rounds: Counter[int] = Counter()
+    emitted: Counter[int] = Counter()
+    for batch in batches:
+        for row, gained in zip(batch.rows, batch.out[DRAFTED].gained, strict=True):
+            context = lengths[row] + 1  # the prompt's pass gave a token
+            for tokens in gained:
+                doubled = context.bit_length()
+                rounds[doubled] += 1
+                emitted[doubled] += tokens
+                context += tokens
+    return [
+        {
+            "from": 1 << doubled - 1,
+            "to": (1 << doubled) - 1,
+            "rounds": rounds[doubled],
+            "mean_acceptance_length": emitted[doubled] / rounds[doubled],
+        }
+        for doubled in sorted(rounds)
+    ]
 
 
 def _category(batches: list[Batch], reports: list[AcceptanceReport], rows: list[int]) -> dict[str, Any]:
@@ -450,7 +513,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.decode import DEFINITIONS, DRIFT
+    from paceline.decode.pages import number
 
     console.print(Rule())
     facts = Table.grid(padding=(0, 2))
@@ -458,14 +521,15 @@ def show(console: Console, report: dict[str, Any]) -> None:
         facts.add_row(Text(name, style="bold"), Text(fact))
     console.print(facts)
     table = _table("", "", "95% interval")
-    moved = (("drift", DRIFT),) if report["drift"] else ()
-    for section, meanings in (("acceptance", DEFINITIONS), ("speed", SPEED), *moved):
+    for section, meanings in _meanings().items():
+        if report[section] is None:
+            continue
         table.add_row(Text(section, style="bold"))
         for name, meaning in meanings.items():
             spread = report["intervals"].get(name)
             table.add_row(
                 Text.assemble(name, "\n", (meaning, "dim")),
-                _number(name, report[section][name]),
+                number(name, report[section][name]),
                 "" if spread is None else "{:.2f} to {:.2f}".format(*spread),
             )
         table.add_section()
@@ -473,7 +537,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
     columns = ("mean_acceptance_length", "tokens_per_second", "speedup")
     table = _table("by category", "prompts", *columns)
     for category, values in report["by_category"].items():
-        table.add_row(Text(category), str(values["prompts"]), *(_number(name, values[name]) for name in columns))
+        table.add_row(Text(category), str(values["prompts"]), *(number(name, values[name]) for name in columns))
     console.print(table)
     for style, line in _verdict(report):
         console.print(Text(line, style=style))
@@ -489,14 +553,11 @@ def _table(first: str, *numbers: str) -> Table:
     return table
 
 
-def _number(name: str, value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(_number(name, part) for part in value)
-    if value is None:
-        return "-"
-    if name.endswith("_rate"):
-        return f"{value:.0%}"
-    return f"{value:.{1 if name.endswith(('_ms', '_second')) else 4 if name.endswith('_kl') else 2}f}"
+def _meanings() -> dict[str, dict[str, str]]:
+    """Of each figure, by section of the report."""
+    from paceline.decode import DEFINITIONS, DRIFT
+
+    return {"acceptance": DEFINITIONS, "speed": SPEED, "drift": DRIFT}
 
 
 def _facts(report: dict[str, Any]) -> dict[str, str]:

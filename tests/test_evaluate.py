@@ -20,13 +20,13 @@ from paceline.scripts import evaluate
 PATHS = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0]]
 SMALL = ["eval.limit=4", "eval.max_new_tokens=12", "dtype=float32"]
 KEYS = {
-    "": "drafter target setting acceptance speed by_category intervals prompts exactness drift",
+    "": "drafter target setting acceptance speed time by_category by_context intervals prompts exactness drift trace",
     "setting": "dtype tree depth nodes width drafts verify lossy temperature top_k top_p seed batch prompts "
     "num_prompts max_new_tokens plain plain_prompts threads device machine command paceline torch transformers",
     "acceptance": "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos mean_acceptance_length "
     "draft_acceptance_rate per_position_acceptance_rate conditional_acceptance_rate",
-    "speed": "tokens_per_second plain_tokens_per_second hf_generate_tokens_per_second speedup speedup_vs_hf_generate "
-    "target_pass_ms verify_pass_ms draft_ms",
+    "speed": "tokens_per_second plain_tokens_per_second hf_generate_tokens_per_second speedup speedup_predicted "
+    "speedup_vs_hf_generate target_pass_ms verify_pass_ms draft_ms",
     "exactness": "compared identical first_differences reason",
     "intervals": "confidence resamples seed mean_acceptance_length speedup",
 }
@@ -82,8 +82,9 @@ def test_the_report_holds_what_it_promises(export: Path, tmp_path: Path) -> None
 def test_the_report_lies_in_the_run_that_holds_the_export(export: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(evaluate, "show", lambda console, report: None)
     evaluate.run(load("evaluate", f"drafter={export}", *SMALL, "eval.limit=1"))
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f" {export.parent / 'report.json'}")
-    assert sorted(file.name for file in export.parent.iterdir()) == ["export", "report.json"]
+    *_, figures, page = capsys.readouterr().out.splitlines()
+    assert figures.endswith(f" {export.parent / 'report.json'}") and page.endswith(f" {export.parent / 'report.html'}")
+    assert sorted(file.name for file in export.parent.iterdir()) == ["export", "report.html", "report.json"]
     monkeypatch.chdir(export)
     assert load("evaluate", "drafter=.").out == str(export.parent)
     assert load("evaluate", "drafter=ngram").out == str(export / "outputs" / "ngram")

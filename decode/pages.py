@@ -1,0 +1,120 @@
+"""Pages for people: a report, a watched answer. HTML that needs nothing else; the templates lie in html/.
+
+Knows the plain types of report.json and watch.json. Does not know models, tokenizers or how figures arise.
+"""
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+# How a drafter goes about it, and what drafts the token at depth {}; of one from outside it is said in general.
+METHODS = {
+    "medusa": ("Heads on the target's last hidden state guess a place further each, blind to each other.", "head {}"),
+    "hydra_heads": (
+        "Heads on the target's last hidden state guess one after the other, and read what was drafted before them.",
+        "head {}",
+    ),
+    "eagle": (
+        "One decoder layer reads the target's hidden states, and then its own guess at the target's next state.",
+        "layer, pass {}",
+    ),
+    "mtp": (
+        "A decoder layer for each depth reads the trunk's output; the target's own head reads what it makes of it.",
+        "depth {}",
+    ),
+    "mtp_sequential": (
+        "A module for each depth reads what the one before handed on, and the token drafted last.",
+        "module, depth {}",
+    ),
+    "draft": (
+        "A small language model writes on by itself; it reads tokens only, none of the target's states.",
+        "draft model, {}",
+    ),
+    "ngram": (
+        "What followed the last occurrence of the text's own ending is proposed again; nothing is trained.",
+        "copied, {}",
+    ),
+    "none": ("Nothing is drafted: every pass of the target gives one token.", "{}"),
+}
+UNKNOWN = "-"  # a figure there is not
+
+
+def number(name: str, value: Any) -> str:
+    """A figure as it is shown, by the end of its name: rates in per cent, the unknown as a dash."""
+    if isinstance(value, list):
+        return " ".join(number(name, part) for part in value)
+    if value is None:
+        return UNKNOWN
+    if name.endswith("_rate"):
+        return f"{value:.0%}"
+    return f"{value:.{1 if name.endswith(('_ms', '_second')) else 4 if name.endswith('_kl') else 2}f}"
+
+
+def method(about: dict[str, Any]) -> dict[str, Any]:
+    """What the viewer draws of a drafter. about: `trace.drafter` of report.json."""
+    idea, part = METHODS.get(about["name"], ("The drafter proposes tokens.", "depth {}"))
+    return {"idea": idea, "part": part, "trunk": about["reads_target"], "chained": about["reads_tokens"]}
+
+
+def report_page(
+    report: dict[str, Any], facts: dict[str, str], verdict: list[tuple[str, str]], meanings: dict[str, dict[str, str]]
+) -> str:
+    """report.json as a page.
+
+    Args:
+        facts: what was measured, in words, by name. verdict: lines on exactness, each `good`, `bad` or `` before it.
+        meanings: of each figure, by section of the report.
+    """
+    accepted = [report["acceptance"]["num_drafts"], *report["acceptance"]["num_accepted_tokens_per_pos"], 0]
+    trace = report["trace"]
+    return _template("report.html.jinja").render(
+        report=report,
+        facts=facts,
+        verdict=verdict,
+        meanings=meanings,
+        histogram=[more - fewer for more, fewer in pairwise(accepted)],
+        trace=trace if trace and trace["prompts"] else None,
+        method=method(trace["drafter"]) if trace else None,
+    )
+
+
+def watch_page(about: dict[str, Any], summary: str) -> str:
+    """watch.json as a page, with one line on what there is to see."""
+    trace = about["trace"]
+    return _template("watch.html.jinja").render(
+        about=about, summary=summary, trace=trace, method=method(trace["drafter"])
+    )
+
+
+@cache
+def _environment() -> Environment:
+    folder = Path(__file__).with_name("html")
+    made = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals["figure"] = number
+    made.filters["capitalise"] = lambda text: text[:1].upper() + text[1:]  # and leaves the rest as it is
+    made.filters["plainly"] = plainly
+    return made
+
+
+def plainly(value: Any) -> str:
+    """A setting in words."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {plainly(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return " ".join(map(plainly, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return UNKNOWN if value is None else str(value)
+
+
+def _template(name: str) -> Any:
+    return _environment().get_template(name)
