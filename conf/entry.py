@@ -36,6 +36,7 @@ CONF = Path(__file__).parent
 _SCHEMAS: dict[str, type[Section]] = {
     "benchmark": schema.BenchmarkConfig,
     "compare": schema.CompareConfig,
+    "conformance": schema.ConformanceConfig,
     "convert": schema.ConvertConfig,
     "evaluate": schema.EvaluateConfig,
     "generate": schema.GenerateConfig,

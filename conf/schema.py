@@ -594,6 +594,15 @@ class ConvertConfig(Section):
         return format
 
 
+class ConformanceConfig(Section):
+    """All of scripts/conformance.py."""
+
+    peers: Annotated[list[str], Field(min_length=1)]
+    out: Place
+    venvs: Place
+    target: Target
+
+
 class JointConfig(Section):
     """All of scripts/joint.py."""
 

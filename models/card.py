@@ -110,7 +110,9 @@ def launch(drafter: Drafter, format: str, target: str) -> tuple[str, str]:
         case "medusa", "vllm":
             return "vLLM up to 0.32", vllm(model="FOLDER", method="medusa")
         case "medusa", _:
-            return "The official Medusa code (`MedusaModel.from_pretrained(FOLDER)`)", ""
+            made = formats.medusa.HEADS
+            github = "" if drafter.max_depth == made else f"; not that on GitHub, which makes {made} heads, some random"
+            return f"The official Medusa code (`MedusaModel.from_pretrained(FOLDER)`{github})", ""
         case "mtp_sequential", "mimo":
             how = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
             return "vLLM, as MiMo", f"vllm serve FOLDER --speculative-config '{how}'"

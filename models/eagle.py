@@ -238,5 +238,6 @@ class Eagle(Drafter):
             "draft_vocab_size": self.shape.vocab if self.d2t is None else len(self.d2t),
             "eagle_aux_hidden_state_layer_ids": taps,  # vLLM: after so many layers
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]},  # SGLang: after layer k
-            **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False),
+            # without `norm_output`: to SpecForge it means another thing than to vLLM and SGLang
+            **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm"), False),
         }

@@ -41,6 +41,7 @@ HELD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("eagle", "sglang"),
     ),
     "medusa": ("llama", {"name": "medusa", "heads": 5}, ("medusa", "vllm")),
+    "medusa of three heads": ("llama", {"name": "medusa", "heads": 3}, ("medusa", "vllm")),
     "medusa, shared": ("llama", {"name": "medusa", "heads": 5, "output": "shared"}, ("medusa",)),
     "medusa of some ids": ("llama", {"name": "medusa", "heads": 2, "blocks": 2, "draft_vocab": 8}, ("vllm",)),
     "mtp": ("llama", {"name": "mtp_sequential", "modules": 2, **STITCHED}, ("mtp_stitched",)),
@@ -138,12 +139,6 @@ NOT_HELD: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "eagle",
         "method.layer.rope: yarn",
     ),
-    "a head count": (
-        "llama",
-        {"name": "medusa", "heads": 4},
-        "medusa",
-        "method.heads=4: the official code makes 5 heads",
-    ),
     "blocks": ("llama", {"name": "medusa", "heads": 5, "blocks": 2}, "medusa", "method.blocks=2"),
     "ids of heads": ("llama", {"name": "medusa", "heads": 5, "draft_vocab": 8}, "medusa", "token_map"),
     "shared heads": ("llama", {"name": "medusa", "output": "shared"}, "vllm", "lm_heads.0.weight would be missing"),
@@ -181,6 +176,7 @@ def test_both_ways_to_count_layers_are_written_and_must_agree(tmp_path: Path) ->
     config = json.loads((folder / "config.json").read_text())
     after, last = config["eagle_aux_hidden_state_layer_ids"], config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert (after, last) == ([2, 4, 5], [1, 3, 4])
+    assert "norm_output" not in config, "false would take the norm before the head away from SpecForge"
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = after
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(Refusal, match=r"that in eagle_config names the last of them, \[1, 3, 4\]|one less each"):
@@ -475,6 +471,10 @@ def test_the_card_has_what_was_measured_and_a_line_for_each_engine(tmp_path: Pat
     drafter = drafter_of(target, **EAGLE3 | {"fc_bias": True})
     told = (exported(tmp_path / "told", target, drafter, **about) / "README.md").read_text()
     assert "after 300 optimiser steps, over 80 passes" in told and "| 2.125 |" in told and "| 0.500 - |" in told
+    for heads, says in ((5, False), (3, True)):
+        drafter = drafter_of(target, name="medusa", heads=heads)
+        told_ = (exported(tmp_path / f"{heads}", target, drafter) / "README.md").read_text()
+        assert ("not that on GitHub, which makes 5 heads, some random" in told_) == says
     assert "draft_acceptance_rate |" not in told and "`format=vllm` cannot hold it: fc.bias" in told
 
 

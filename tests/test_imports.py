@@ -24,7 +24,14 @@ ONLY_IN = {
     "hydra": ("conf/entry.py",),
     "omegaconf": ("conf/entry.py",),
     "peft": ("models/target.py",),
-    "transformers": ("models/target.py", "models/cache.py", "models/draft_model.py", "data/", "scripts/benchmark"),
+    "transformers": (
+        "models/target.py",
+        "models/cache.py",
+        "models/draft_model.py",
+        "data/",
+        "scripts/benchmark",
+        "scripts/adapters/",
+    ),
     "datasets": ("data/",),
 }
 # scripts/evaluate.py measures with transformers' own generate as the yardstick, through the model that Target holds.

@@ -24,7 +24,7 @@ from paceline.models.target import Target
 
 METHOD, FORMATS, ONTO_TARGET = "medusa", ("medusa", "vllm"), False
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", SAFE)
-HEADS = 5  # that the official code makes, whatever config.json says; those that a file lacks stay as they were drawn
+HEADS = 5  # that the code on GitHub makes, whatever config.json says; that on PyPI makes as many as that says
 OFFICIAL = re.compile(r"(?:medusa_heads?\.)?(\d{1,3})\.(\d{1,3})\.(linear\.weight|linear\.bias|weight)")
 OF_VLLM = re.compile(r"(?:blocks\.(\d{1,3})\.layers\.(\d{1,3})|lm_heads\.(\d{1,3}))\.(?:weight|bias)")
 
@@ -125,20 +125,15 @@ def faults(drafter: Drafter, format: str) -> Iterator[str]:
         yield "token_map, a draft vocabulary, has no place there; train with method.draft_vocab=null"
     if options.blocks != 1:
         yield f"method.blocks={options.blocks}: the official code applies one block again; nearest: 1"
-    if options.heads != HEADS:
-        yield (
-            f"method.heads={options.heads}: the official code makes {HEADS} heads, and leaves random what a file "
-            f"lacks; train with method.heads={HEADS}"
-        )
 
 
 def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint:
-    """Such a checkpoint, for the official code or for vLLM. target: `path` or `name`, for the official code."""
+    """Such a checkpoint, for the official code or for vLLM. target: where it is, which the official code opens."""
     options = drafter.options
     if format == "vllm":
         return Checkpoint(base_config(drafter), tensors_of(drafter))
     config = {
-        "base_model_name_or_path": target.get("path") or target.get("name"),
+        "base_model_name_or_path": target.get("path") or target.get("folder") or target.get("name"),
         "medusa_num_heads": options.heads,
         "medusa_num_layers": options.blocks,
         "hidden_size": drafter.shape.hidden,

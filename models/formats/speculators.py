@@ -65,7 +65,7 @@ def faults(drafter: Drafter, format: str) -> Iterator[str]:
 
 
 def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint:
-    """Such a checkpoint. target: `path` or `name` is what it says it drafts for."""
+    """Such a checkpoint. target: where it is, which speculators opens."""
     flat = base_config(drafter)
     layer = {name: value for name, value in flat.items() if name not in ("eagle_config", "draft_vocab_size", AUX)}
     layer = {name: value for name, value in layer.items() if name not in FLAGS} | {
@@ -84,7 +84,7 @@ def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.unroll}],
             "verifier": {
-                "name_or_path": target.get("path") or target.get("name"),
+                "name_or_path": target.get("path") or target.get("folder") or target.get("name"),  # opened by it
                 "architectures": target.get("architectures") or [],
             },
         },
