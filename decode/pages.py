@@ -1,6 +1,6 @@
-"""Pages for people: a report, a watched answer. HTML that needs nothing else; the templates lie in html/.
+"""Pages for people: a report, a watched answer, a training run. HTML that needs nothing else; html/ has the templates.
 
-Knows the plain types of report.json and watch.json. Does not know models, tokenizers or how figures arise.
+Knows the plain types of report.json, watch.json and metrics.jsonl. Does not know models, tokenizers or measurement.
 """
 
 from functools import cache
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from paceline.decode.charts import chart, short
 
 # How a drafter goes about it, and what drafts the token at depth {}; of one from outside it is said in general.
 METHODS = {
@@ -86,6 +88,60 @@ def watch_page(about: dict[str, Any], summary: str) -> str:
     trace = about["trace"]
     return _template("watch.html.jinja").render(
         about=about, summary=summary, trace=trace, method=method(trace["drafter"])
+    )
+
+
+SUMMARY = (("method", "name"), ("target", "name"), ("data", "source"))
+
+
+def training_page(config: dict[str, Any], yaml: str, lines: list[dict[str, Any]]) -> str:
+    """metrics.jsonl as a page. config: the run's options, also as the text `yaml`."""
+    steps = [line for line in lines if "loss" in line]
+    decoded = [line for line in lines if "mean_acceptance_length" in line]
+    best = max(decoded, key=lambda line: line["mean_acceptance_length"], default=None)
+    last = steps[-1] if steps else None
+    depths = len(steps[0]["loss"]) if steps else 0
+
+    def by_depth(name: str) -> dict[str, list[tuple[float, float]]]:
+        return {
+            f"{k + 1}": [(line["tokens"], line[name][k]) for line in steps if line[name][k] is not None]
+            for k in range(depths)
+        }
+
+    def one(name: str, of: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+        return {"": [(line["tokens"], line[name]) for line in of if line[name] is not None]}
+
+    charts = [
+        chart("Loss by depth (nats a token)", by_depth("loss")),
+        chart("Top-1 accuracy by depth, training text", by_depth("accuracy")),
+        chart("Mean acceptance length, decoded", one("mean_acceptance_length", decoded), dots=True),
+        chart("Learning rate", one("lr", steps)),
+        chart("Tokens a second", one("tokens_per_second", steps)),
+    ]
+    headline = [
+        {
+            "title": "best mean acceptance length",
+            "value": UNKNOWN if best is None else f"{best['mean_acceptance_length']:.2f}",
+            "meaning": "Nothing decoded yet." if best is None else f"At step {best['step']}, on held-out prompts.",
+        },
+        {
+            "title": "tokens read",
+            "value": UNKNOWN if last is None else short(last["tokens"]),
+            "meaning": "No step yet." if last is None else f"In {last['step']} steps.",
+        },
+        {
+            "title": "loss at depth 1",
+            "value": UNKNOWN if last is None else number("", last["loss"][0]),
+            "meaning": "Nats a token, over the last steps.",
+        },
+    ]
+    return _template("training.html.jinja").render(
+        config=config,
+        yaml=yaml,
+        summary="method {}, target {}, data {}".format(*(config[part][name] for part, name in SUMMARY)),
+        headline=headline,
+        charts=[drawn for drawn in charts if drawn is not None],
+        decoded=decoded,
     )
 
 

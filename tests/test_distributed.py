@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,13 +142,50 @@ def test_two_processes_leave_one_folder_and_take_equally_many_steps_of_uneven_da
     assert 0 in shares and any(shares)
 
 
-def test_two_processes_without_a_folder_agree_on_one_and_on_one_tracked_run(
+def tracked(folder: Path) -> tuple[str, dict[str, Any], list[int]]:
+    """What a folder of an offline run says: the run's id, its config, the steps it has figures of.
+
+    The file is a log in LevelDB's form behind a header of seven bytes: blocks of 32 kB, records that may be split.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = folder.glob("*.wandb")
+    data, at, whole = file.read_bytes(), 7, b""
+    name, config, seen = "", {}, []
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record, whole = Record.FromString(whole), b""
+            if record.WhichOneof("record_type") == "run":
+                name = record.run.run_id
+                config = {one.key: json.loads(one.value_json) for one in record.run.config.update}
+            elif record.WhichOneof("record_type") == "history":
+                seen.append(record.history.step.num)
+    return name, config, seen
+
+
+def test_two_processes_without_a_folder_agree_on_one_and_on_one_tracked_run_which_a_resumption_goes_on_with(
     tmp_path: Path, target_folder: Path
 ) -> None:
-    words = options(tmp_path, target_folder, "train.steps=2", "out=null", "tracker=wandb", "dtype=bfloat16")
-    done = launched(tmp_path, *words)
+    more = ("train.steps=3", "train.save_every=1", "tracker=wandb", "dtype=bfloat16", "data.held_out=0.0")
+    done = launched(tmp_path, *options(tmp_path, target_folder, *more, "out=null"))
     (run,) = (tmp_path / "outputs").iterdir()
     assert run.name.startswith("medusa-")
-    assert len(list(run.glob("wandb/offline-run-*"))) == 1
     assert done.stdout.count("supervised tokens:") == 1 and done.stdout.count("done:") == 1
     assert torch.isfinite(torch.tensor(steps(run)[-1]["loss"])).all()
+    (first,) = run.glob("wandb/offline-run-*")
+    name, config, seen = tracked(first)
+    plain = yaml.safe_load((run / "config.yaml").read_text())
+    assert {key: config[key] for key in plain} == plain
+    assert seen == [1, 2, 3]
+
+    shutil.rmtree(run / "checkpoints" / "step-000003")  # as if it had been stopped in the third step
+    launched(tmp_path, *options(tmp_path, target_folder, *more, f"out={run}", "resume=true"))
+    _, second = sorted(run.glob("wandb/offline-run-*"))
+    again, config, seen = tracked(second)
+    assert again == name and seen == [3] and config["train"] == plain["train"]
+    assert [line["step"] for line in steps(run)] == [1, 2, 3]

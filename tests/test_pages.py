@@ -11,7 +11,8 @@ from fakes import VOCAB, Dictated, counts, slow_greedy, target_of
 
 from paceline.conf.entry import load
 from paceline.decode import Decoder, DynamicShape, Round, Sampler, chain
-from paceline.decode.pages import METHODS, method, report_page
+from paceline.decode.charts import chart, ticks
+from paceline.decode.pages import METHODS, method, report_page, training_page
 from paceline.models.drafter import methods
 from paceline.scripts import evaluate, watch
 
@@ -147,3 +148,39 @@ def test_one_answer_is_watched(tmp_path: Path, capsys: Any) -> None:
     rounds = len(one["rounds"])
     assert f"20 tokens in {rounds} passes" in lines[rounds + 1] and "takes 19 for its 20" in lines[rounds + 1]
     assert "20 tokens in" in (tmp_path / "watch.html").read_text()
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_a_training_run_is_charted_over_tokens() -> None:
+    lines: list[dict[str, Any]] = [
+        {
+            "step": n,
+            "tokens": 100 * n,
+            "loss": [3 / n, None if n == 1 else 4 / n],
+            "accuracy": [0.1 * n, None],
+            "lr": 1e-3,
+        }
+        | {"tokens_per_second": 50.0}
+        for n in range(1, 5)
+    ]
+    lines.insert(2, {"step": 2, "tokens": 200, "mean_acceptance_length": 1.25, "held_out_accuracy": [0.5, None]})
+    config = {"method": {"name": "medusa"}, "target": {"name": "tiny"}, "data": {"source": "self"}}
+    html = training_page(config, "a: <b>", lines)
+    assert "Loss by depth (nats a token), over tokens read. From first to last: 1: 3 to 0.75, 2: 2 to 1" in html
+    assert '<div class="number">1.25</div>' in html and "a: &lt;b&gt;" in html
+    assert html.count("<figure>") == 5
+    assert training_page(config, "", []).count("<figure>") == 0
+
+
+def test_a_line_is_drawn_where_its_numbers_are() -> None:
+    drawn = chart("", {"a": [(0, 0.0), (50, 1.0), (100, 0.5)]})
+    assert drawn and drawn["series"][0]["points"] == "44.0,188.0 198.0,10.0 352.0,99.0"
+    assert [tick["label"] for tick in drawn["across"]] == ["0", "20", "40", "60", "80", "100"]
+    many = chart("", {"a": [(float(n), 1.0) for n in range(10_001)]})
+    assert (
+        many and many["series"][0]["points"].count(" ") < 450 and many["series"][0]["points"].split()[-1][:3] == "352"
+    )
+    assert ticks(3, 3)[0] < ticks(3, 3)[-1] and ticks(0, 0.0007) == [0, 0.0002, 0.0004, 0.0006, 0.0008]
+    assert chart("", {"a": []}) is None

@@ -96,10 +96,12 @@ def test_the_tiny_target_trains_in_seconds_and_its_folder_explains_itself(
         "checkpoints",
         "export",
         "curve.png",
+        "training.html",
     }
     assert yaml.safe_load((out / "config.yaml").read_text()) == cfg.plain()
     assert [line["step"] for line in metrics(out)] == [1, 5, 6, 10, 12, 12]
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "Mean acceptance length, decoded" in (out / "training.html").read_text()
     losses = [line["loss"] for line in steps(out)]
     assert all(last < first for first, last in zip(losses[0], losses[-1], strict=True))
     decoded = {line["step"]: line["mean_acceptance_length"] for line in metrics(out) if "loss" not in line}

@@ -1,6 +1,6 @@
 """The record of a run: its folder, what it shows, what it writes down, its best export. Only rank 0 writes.
 
-    out/  config.yaml  metrics.jsonl  checkpoints/  export/  curve.png
+    out/  config.yaml  metrics.jsonl  checkpoints/  export/  training.html  curve.png
 
 Knows numbers and files. Does not know how a step is computed.
 """
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from paceline.data.conversations import Dataset, coloured, supervision
+from paceline.decode.pages import training_page
 from paceline.models.drafter import Drafter
 from paceline.models.errors import Refusal
 from paceline.models.export import save_export
@@ -157,10 +158,11 @@ class Record:
             if self._tracker is not None:
                 self._tracker.finish(exit_code=int(failed))
         if self.main:
-            picture = draw(self.out, self._lines())
+            self._page()
+            draw(self.out, self._lines())
             self.console.print(
                 f"done: best mean acceptance length {self.best:.3f} at step {self.best_step}; "
-                f"export in {self.out / 'export'}{f', curve in {picture}' if picture else ''}",
+                f"export in {self.out / 'export'}, curves in {self.out / 'training.html'}",
                 highlight=False,
             )
 
@@ -244,6 +246,7 @@ class Record:
             f"(accuracy {_short(found.accuracy, 3)}){' - best so far, exported' if better else ''}",
             highlight=False,
         )
+        self._page()
         if better:
             self.best, self.best_step = length, number
             self._export(number, found, drafter, trunk, data)
@@ -292,6 +295,12 @@ class Record:
             }
             self._tracker.log({k: v for k, v in flat.items() if k != "step"}, step=line["step"])
 
+    def _page(self) -> None:
+        """The run so far as a page."""
+        if self.main:
+            page = training_page(self.cfg.plain(), self.cfg.yaml(), self._lines())
+            _write_whole(self.out / "training.html", page)
+
     def _lines(self) -> list[dict[str, Any]]:
         """metrics.jsonl so far, without the half of a line that a killed run may have left at its end."""
         file = self.out / "metrics.jsonl"
@@ -300,29 +309,34 @@ class Record:
 
 
 def draw(out: Path, lines: list[dict[str, Any]]) -> Path | None:
-    """curve.png: loss, accuracy and decoded acceptance length over steps. None where matplotlib is not installed."""
+    """curve.png: what training.html shows, over tokens. None where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
     steps = [line for line in lines if "loss" in line]
     decoded = [line for line in lines if "mean_acceptance_length" in line]
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
+    figure = Figure(figsize=(18, 3.6), layout="constrained")
+    loss, accuracy, length, rate, speed = figure.subplots(1, 5)
+    tokens = [line["tokens"] for line in steps]
     for k in range(len(steps[0]["loss"]) if steps else 0):
-        left.plot([s["step"] for s in steps], [s["loss"][k] for s in steps], label=f"depth {k + 1}")
-        middle.plot([s["step"] for s in steps], [s["accuracy"][k] for s in steps], label=f"depth {k + 1}")
-    right.plot([d["step"] for d in decoded], [d["mean_acceptance_length"] for d in decoded], marker="o", color="black")
+        loss.plot(tokens, [line["loss"][k] for line in steps], label=f"depth {k + 1}")
+        accuracy.plot(tokens, [line["accuracy"][k] for line in steps], label=f"depth {k + 1}")
+    length.plot([d["tokens"] for d in decoded], [d["mean_acceptance_length"] for d in decoded], "o-", color="black")
+    rate.plot(tokens, [line["lr"] for line in steps])
+    speed.plot(tokens, [line["tokens_per_second"] for line in steps])
     for axes, title in (
-        (left, "loss (nats a token)"),
-        (middle, "top-1 accuracy on training text"),
-        (right, "mean acceptance length, decoded"),
+        (loss, "loss (nats a token)"),
+        (accuracy, "top-1 accuracy on training text"),
+        (length, "mean acceptance length, decoded"),
+        (rate, "learning rate"),
+        (speed, "tokens a second"),
     ):
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel("optimiser step")
+        axes.set_xlabel("tokens read")
         axes.grid(alpha=0.3)
     if steps:
-        left.legend(fontsize=8)
+        loss.legend(fontsize=8)
     path = out / "curve.png"
     figure.savefig(path, dpi=120)
     return path
@@ -342,6 +356,7 @@ def _wandb(cfg: Any, out: Path) -> Any:
         resume="allow" if file.exists() and cfg.tracker.mode == "online" else None,
         settings=wandb.Settings(silent=cfg.tracker.mode == "offline"),
     )
+    run.define_metric("*", step_metric="tokens")
     file.write_text(run.id)
     return run
 
