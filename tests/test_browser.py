@@ -115,7 +115,7 @@ def test_the_trace_plays_by_itself_until_plain_decoding_has_caught_up(browser: A
         page.select_option(".speed", "200")
         page.click(".play")
         assert page.locator(".play").inner_text() == "Pause"
-        page.wait_for_function("document.querySelector('.play').textContent === 'Play'", timeout=30_000)
+        api.expect(page.locator(".play")).to_have_text("Play", timeout=60_000)
         assert tokens(page, ".drafted-text") == said["tokens"] and tokens(page, ".plain-text") == said["plain"]
         passes = len(said["plain"]) - 1
         assert f"{passes} passes, {passes + 1} tokens" in page.locator(".plain-count").inner_text()

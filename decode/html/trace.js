@@ -58,7 +58,7 @@
     const wide = x(plan.columns) + WIDE + LEFT, high = TOP + plan.rows * ROW + 8;
     const svg = make(stage, "svg", { width: wide, height: high, viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": said() });
     // who drafts each column, and what it goes by
-    make(svg, "text", { x: x(0), y: 15, class: "head" }, "last token");
+    make(svg, "text", { x: x(0), y: 15, class: "head" }, method.trunk ? "target, last token" : "last token");
     for (let depth = 1; depth <= Math.max(...plan.depth); depth++) {
       make(svg, "text", { x: x(depth), y: 15, class: "head" }, method.part.replace("{}", depth));
       const from = method.chained ? depth - 1 : 0; // each head reads the trunk, or each depth what the one before hands on
