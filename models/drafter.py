@@ -9,9 +9,13 @@ Tokens, positions and the attention mask are the caller's, and reach `step` thro
     Legend: B batch, N rows of this call, T sequence, H hidden, F carried width, D draft vocabulary.
 """
 
+import hashlib
 import importlib
+import importlib.util
 import math
+import os
 import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
@@ -271,12 +275,38 @@ def method(name: str):
     return add
 
 
+OUTSIDE = "PACELINE_METHODS"  # environment variable: Python files with methods of one's own, parted as PATH is
+
+
 def methods() -> list[str]:
-    """Names of all methods: every module of `paceline.models` is looked at."""
+    """Names of all methods: every module of `paceline.models` is looked at, and the files named in PACELINE_METHODS.
+
+    Such a file runs as any program of the user's does; nothing in an export or a config can name one. Raises Refusal.
+    """
     package = importlib.import_module("paceline.models")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"paceline.models.{module.name}")
+    for path in filter(None, os.environ.get(OUTSIDE, "").split(os.pathsep)):
+        _load_file(os.path.abspath(path))
     return sorted(_METHODS)
+
+
+def _load_file(path: str) -> None:
+    """Run a Python file once in this process, so that its methods are known."""
+    name = f"paceline_methods_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+    if name in sys.modules:
+        return
+    if not os.path.isfile(path):
+        raise Refusal(f"{OUTSIDE}: no such file: {path}")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: classes look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 def options(name: str) -> type[Options]:
