@@ -1,6 +1,6 @@
 """The decoder: draft, verify, count. Imports without accelerate, hydra or datasets."""
 
-from paceline.decode.decoder import Decoder, Emitted, Generation, Stream
+from paceline.decode.decoder import Decoder, Emitted, Generation, Held, Stream
 from paceline.decode.drift import DRIFT, Drift, drift
 from paceline.decode.report import DEFINITIONS, AcceptanceReport
 from paceline.decode.sampler import Sampler
@@ -29,6 +29,7 @@ __all__ = [
     "DynamicShape",
     "Emitted",
     "Generation",
+    "Held",
     "Round",
     "Sampler",
     "Shape",

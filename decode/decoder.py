@@ -45,19 +45,59 @@ class Generation:
     """New tokens of each row, the acceptance of each row, and the seconds spent by phase.
 
     seconds: prefill, draft, target (passes over trees and their head), verify, keep. passes: of the target, no prefill.
-    gained: of each row, the tokens that each round gave. trace: of each row, its rounds in full, where that was asked.
+    reused: tokens of the prompt that were held from earlier calls. gained: of each row, the tokens each round gave.
+    trace: of each row, its rounds in full, where that was asked.
     """
 
     tokens: list[list[int]]
     reports: list[AcceptanceReport]
     seconds: dict[str, float] = field(default_factory=dict)
     passes: int = 0
+    reused: int = 0
     gained: list[list[int]] = field(default_factory=list)
     trace: list[list[Round]] = field(default_factory=list)
 
     @property
     def report(self) -> AcceptanceReport:
         return sum(self.reports, AcceptanceReport())
+
+
+@dataclass
+class Held:
+    """The text of one conversation with one decoder, kept from call to call: what of it comes again is not read again.
+
+    ids: tokens whose keys `cache` holds. hidden: [1, len(ids), taps * H] the target's states there, which the drafter
+    reads anew (it is small beside the target, and keeps no state that could be turned back). least: tokens that there
+    is room for from the start, so that a few turns fit.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    cache: Cache | None = None
+    hidden: Tensor | None = None
+    least: int = 1024
+
+    def begun(self, target: Target, prompt: list[int], room: int) -> Cache:
+        """A cache of at least `room` slots that holds what `prompt` begins with; its last token is always left to read.
+
+        It is made anew, twice as large, where the conversation has outgrown it.
+        """
+        same = 0
+        while same < min(len(self.ids), len(prompt) - 1) and self.ids[same] == prompt[same]:
+            same += 1
+        if self.cache is None or self.cache.capacity < room:
+            wide = max(2 * room, self.least)
+            wide = wide if target.window is None else max(room, min(wide, target.window))
+            self.cache, same = target.new_cache(1, wide), 0
+        self.cache.length = torch.full_like(self.cache.length, same)
+        self.ids = self.ids[:same]
+        self.hidden = None if self.hidden is None else self.hidden[:, :same]
+        return self.cache
+
+    def add(self, ids: list[int], hidden: Tensor) -> Tensor:
+        """Note that the cache holds these too; returns the states of all, [1, n, taps * H]."""
+        self.ids = self.ids + ids
+        self.hidden = hidden if self.hidden is None else torch.cat([self.hidden, hidden], 1)
+        return self.hidden
 
 
 class Decoder:
@@ -103,6 +143,7 @@ class Decoder:
             stop: further condition, judged after every single token.
             rows: key of each row's noise, by default its place in the batch.
             traced: keep every round in full (`Generation.trace`), which takes time.
+            held: of a single prompt: what earlier calls with it have read, and then this one too.
         """
         return Stream(self, prompts, max_new_tokens, **options)
 
@@ -160,10 +201,14 @@ class Stream(Iterator[Emitted]):
         stop: Stop | None = None,
         rows: Sequence[int] | None = None,
         traced: bool = False,
+        held: Held | None = None,
     ):
         empty = [row for row, prompt in enumerate(prompts) if not prompt]
         if empty:
             raise Refusal(f"prompt {empty[0]} is empty: the target needs at least one token to start from")
+        if held is not None and len(prompts) != 1:
+            raise ValueError(f"held is of one conversation, not of {len(prompts)}")
+        self.held = held
         self.decoder, self.target, self.drafter = decoder, decoder.target, decoder.drafter
         self.sampler, self.eos, self.stop = sampler or Sampler(), frozenset(eos), stop
         self.limit, self.traced = max_new_tokens, traced
@@ -190,14 +235,21 @@ class Stream(Iterator[Emitted]):
         taps = self.drafter.taps if self.drafter is not None else ()
         shape = self.decoder.shape
         room = max(map(len, self._prompts)) + self.limit + shape.nodes
-        cache = self.target.new_cache(len(self._prompts), room)
+        held, known = self.held, 0
+        if held is None:
+            cache = self.target.new_cache(len(self._prompts), room)
+        else:
+            cache = held.begun(self.target, self._prompts[0], room)
+            known = self.generation.reused = len(held.ids)
 
         # prefill: the first token of each row comes from the prompt alone
         with self._timed("prefill"):
             ids, count = _padded(self._prompts, self.target.device)
-            hidden, last = self.target(ids, taps, cache=cache)
-            self.target.keep(cache, ids[:, :0], count)
-            ends = last[torch.arange(len(ids), device=ids.device), count - 1]
+            hidden, last = self.target(ids[:, known:], taps, cache=cache)
+            self.target.keep(cache, ids[:, :0], count - known)
+            ends = last[torch.arange(len(ids), device=ids.device), count - known - 1]
+            if held is not None:
+                hidden = held.add(ids[0, known:].tolist(), hidden)
             first = self.sampler.choose(
                 self._logits(ends), [(self.keys[row], len(self._prompts[row])) for row in self._live]
             )
@@ -246,6 +298,8 @@ class Stream(Iterator[Emitted]):
                 hidden = hidden.gather(1, nodes[..., None].expand(-1, -1, hidden.shape[-1]))
                 words = tree.tokens.gather(1, nodes)
                 positions = (cache.length - count)[:, None] + torch.arange(nodes.shape[1], device=ids.device)
+                if held is not None:
+                    held.add(words[0].tolist(), hidden)
                 verified = Verified.of(hidden, words, verdict.bonus, positions, count)
             fresh = [
                 [*row_words[1:row_count], bonus]

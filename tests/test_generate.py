@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from paceline.conf.entry import load
-from paceline.data.conversations import load_tokenizer
-from paceline.decode import Decoder
-from paceline.models.target import folder
+from paceline.data.conversations import load_tokenizer, prompt_ids, stop_ids
+from paceline.decode import Decoder, Sampler
+from paceline.models.target import Target, folder
 from paceline.scripts import generate
 from paceline.scripts.generate import Words, ends_with
 
@@ -127,6 +127,46 @@ def test_questions_are_asked_until_an_empty_line(monkeypatch: Any, capsys: Any) 
     monkeypatch.setattr(sys, "stdin", io.StringIO("one"))
     generate.run(load("generate", *TINY, "max_new_tokens=2"))
     assert capsys.readouterr().err.count("2 tokens in") == 1
+
+
+def talked(monkeypatch: Any, tmp_path: Path, *lines: str) -> list[dict[str, Any]]:
+    """What is answered when these lines are typed."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    generate.run(load("generate", *TINY, "drafter=ngram", "max_new_tokens=12", f"out={tmp_path}"))
+    return json.loads((tmp_path / "generation.json").read_text())["answers"]
+
+
+def test_a_conversation_remembers_and_what_was_read_stays_read(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    read, forward = [], Target.forward
+
+    def counted(self: Target, ids: Any, *args: Any, **more: Any) -> Any:
+        read.append(ids.shape[1])
+        return forward(self, ids, *args, **more)
+
+    monkeypatch.setattr(Target, "forward", counted)
+    first, second, third = talked(monkeypatch, tmp_path, "one", "two", "/new", "two")
+    tokenizer, target = load_tokenizer(folder("tiny")), Target.load(folder("tiny"), "float32", vocab=259)
+    said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": first["text"]}]
+    for before, answer in (([], first), (said, second), ([], third)):
+        ids = prompt_ids(tokenizer, [*before, {"role": "user", "content": answer["prompt"]}])
+        alone = Decoder(target).generate([ids], 12, sampler=Sampler(temperature=1.0), eos=stop_ids(tokenizer))
+        assert [token for one in answer["rounds"] for token in one["tokens"]] == alone.tokens[0]
+        assert answer["prompt_tokens"] == len(ids)
+        assert len(ids) - answer["prompt_tokens_reused"] in read  # the prompt's pass was over the rest
+    assert first["prompt_tokens_reused"] == 0 and second["prompt_tokens_reused"] >= first["prompt_tokens"] - 1
+    assert 0 < third["prompt_tokens_reused"] < third["prompt_tokens"]
+
+
+def test_commands_say_how_it_went_and_compare(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    (answer,) = talked(monkeypatch, tmp_path, "/stats", "/plain", "hello hello", "/stats", "/plain", "/halp")
+    out, err = capsys.readouterr()
+    nothing, ask, _, stats, _, compared, unknown = err.splitlines()
+    assert nothing == "nothing has been answered yet" and ask == "ask something first"
+    assert "1 answers, 12 tokens in" in stats and "tokens per pass of the target" in stats
+    assert f"0 of {answer['prompt_tokens']} prompt tokens were in the cache already" in stats
+    assert compared.startswith("after the first token: drafted ") and compared.endswith("times as fast; the same text")
+    assert unknown.startswith("/halp: no such command; /stats")
+    assert out == 2 * (answer["text"] + "\n")
 
 
 def test_stopping_it_is_no_accident(monkeypatch: Any, capsys: Any) -> None:
