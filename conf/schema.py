@@ -356,12 +356,6 @@ class Export(Section):
     dtype: Dtype
 
 
-class Sampling(Section):
-    temperature: Weight
-    top_p: TopP
-    max_tokens: Positive
-
-
 def method_options(cls: type[Section], options: Any, info: ValidationInfo) -> Any:
     """A method's options, judged by its own class. That needs torch, so it comes last, when all else is right."""
     if len(info.data) < len(cls.model_fields) - 1 or isinstance(options, BaseModel):
@@ -537,23 +531,90 @@ class WatchConfig(_Drafted):
     _options = field_validator("ngram", mode="before")(method_options)
 
 
+class Mixed(Section):
+    """How the turns of many conversations are sampled: each takes one of the temperatures and one of the lengths."""
+
+    temperature: Weight | Annotated[list[Weight], Field(min_length=1)]
+    top_p: TopP
+    max_tokens: Positive | Annotated[list[Positive], Field(min_length=1)]
+
+
+class Given(Section):
+    """Where user's turns come from, in scripts/synthesize.py."""
+
+    source: Literal["none", "self", "jsonl", "parquet", "text", "hub"]
+    path: Annotated[str | None, Field(validate_default=True)]
+    split: str
+    streaming: bool
+    strict: bool
+
+    @field_validator("path")
+    @classmethod
+    def _where(cls, path: str | None, info: ValidationInfo) -> str | None:
+        kind = info.data.get("source")
+        if kind != "none":
+            return source_path("given.path", kind, path, info)
+        if path is not None:
+            raise Refusal("given.path: not read by given.source=none; nearest: given.source=jsonl")
+        return None
+
+
+class Filter(Section):
+    near: Annotated[float, Field(ge=0.5, le=1)] | None
+    repetition: Annotated[float, Field(gt=0, le=1)]
+    shortest: Positive
+
+
+class Served(Section):
+    """The server of engine=server."""
+
+    url: Annotated[str, Field(pattern=r"^https?://")] | None
+    model: str | None
+    key_env: str | None
+    concurrency: Positive
+    per_second: Rate | None
+    timeout: Rate
+    retries: Count
+    backoff: Weight
+
+
 class SynthesizeConfig(Section):
     """All of scripts/synthesize.py."""
 
-    count: Positive
-    batch: Positive
-    seed: Seed
-    dtype: Dtype
-    out: Place
-    target: Target
+    count: Positive | None
+    turns: Positive | None
     begin: str
-    prompt: Sampling
-    answer: Sampling
+    engine: Literal["local", "server"]
+    batch: Positive
+    dtype: Dtype
+    seed: Seed
+    max_length: Positive
+    out: Place
+    shard: Positive
+    held_out: Share
+    language: bool
+    target: Target
+    given: Given
+    prompt: Mixed
+    answer: Mixed
+    filter: Filter
+    server: Served
 
     @field_validator("begin")
     @classmethod
     def _known_or_file(cls, begin: str, info: ValidationInfo) -> str:
         return word_or_file("begin", begin, ("varied", "free"), info)
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.count is None and self.given.source == "none":
+            raise Refusal("count: null stands for all that are given, and given.source=none gives none; nearest: 512")
+        for name in ("url", "model"):
+            if self.engine == "server" and getattr(self.server, name) is None:
+                raise Refusal(f"server.{name}: must be given with engine=server")
+            if self.engine == "local" and getattr(self.server, name) is not None:
+                raise Refusal(f"server.{name}: read only by engine=server, not by engine=local")
+        return self
 
 
 def entry_that_trains(cls: type[Section], entry: str) -> str:
@@ -632,11 +693,13 @@ BenchmarkRow = Literal[
 class BenchmarkConfig(Section):
     """All of scripts/benchmark.py."""
 
-    part: Literal["data", "decode"]
+    part: Literal["data", "decode", "synthesize"]
     out: Place
     target: Target
     conversations: Annotated[int, Field(ge=10)]
     batch_tokens: Positive
+    count: Positive
+    batch: Positive
     only: list[BenchmarkRow] | None
     dtype: Dtype
     decode: Decode

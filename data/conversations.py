@@ -29,9 +29,11 @@ from paceline.data.records import (
     Record,
     Skipped,
     Source,
+    asked,
     existing,
     json_lines,
     read,
+    set_aside,
 )
 from paceline.data.rows import Example, Rows, Writer, keep, kept
 from paceline.data.templates import (
@@ -63,6 +65,7 @@ __all__ = [
     "Skipped",
     "Source",
     "Supervision",
+    "asked",
     "coloured",
     "draft_vocabulary",
     "encode",
@@ -74,7 +77,9 @@ __all__ = [
     "load_tokenizer",
     "opening",
     "prompt_ids",
+    "read",
     "runs",
+    "set_aside",
     "stop_ids",
     "supervision",
     "template_hash",
@@ -306,7 +311,7 @@ def load(
     supervised = count = aside = 0
     digest = hashlib.sha256()
     for record, rows in encode_all(tokenizer, islice(records, limit), max_length, unsupervised, template):
-        out = _held_out(record, held_out)
+        out = set_aside(record.asked, held_out)
         for row in rows:
             (rest if out else train).add(row)
             supervised += 0 if out else int(row.supervised.sum())
@@ -350,10 +355,6 @@ def load(
         return _dataset(folder, about, work)
     keep(folder, entry, about)
     return _dataset(entry, about)
-
-
-def _held_out(record: Record, share: float) -> bool:
-    return int.from_bytes(hashlib.sha256(record.asked.strip().encode()).digest()[:8], "big") < share * 2**64
 
 
 def _key(tokenizer: Any, content: str, template: str | Path | None, settings: dict[str, Any]) -> str:

@@ -73,6 +73,11 @@ class Record(NamedTuple):
         return next((m["content"] for m in self.messages if m["role"] == "user"), self.text)
 
 
+def set_aside(asked: str, share: float) -> bool:
+    """Whether a conversation is among the `share` that is never trained on: its first user's turn alone decides."""
+    return int.from_bytes(hashlib.sha256(asked.strip().encode()).digest()[:8], "big") < share * 2**64
+
+
 class Source(NamedTuple):
     """Where records come from."""
 
@@ -115,13 +120,17 @@ class Skipped:
 
 
 def read(
-    sources: Sequence[Source], skipped: Skipped, strict: bool = False
+    sources: Sequence[Source],
+    skipped: Skipped,
+    strict: bool = False,
+    parse: Callable[[Any], tuple[Record, str]] | None = None,
 ) -> tuple[Iterator[tuple[Place, Record]], str | None]:
     """The usable records of all sources with their places, and a hash of the content (None: it cannot be known).
 
     Several sources are mixed: each record comes from the source that is furthest behind its weight, and the first
     source to end ends the mixture, so that the shares are the weights to the last record. Nothing is drawn: the order
-    is always the same. What cannot be read is added to `skipped`, or is BadData at once under `strict`.
+    is always the same. What cannot be read is added to `skipped`, or is BadData at once under `strict`. `parse` is
+    `parsed`, or `asked` where only the user's side is wanted.
     """
     opened = [_opened(source) for source in sources]
     whole = hashlib.sha256()
@@ -129,7 +138,7 @@ def read(
         whole.update(f"{source.source} {source.weight} {content}\n".encode())
     named = [f"{source}:" if len(sources) > 1 else "" for source in sources]
     usable = [
-        _usable(found, str(source), name, skipped, strict)
+        _usable(found, str(source), name, skipped, strict, parse or parsed)
         for source, name, (found, _) in zip(sources, named, opened, strict=True)
     ]
     known = all(content is not None for _, content in opened)
@@ -149,11 +158,16 @@ def mixed(parts: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterator[T]
 
 
 def _usable(
-    found: Iterator[Found], where: str, prefix: str, skipped: Skipped, strict: bool
+    found: Iterator[Found],
+    where: str,
+    prefix: str,
+    skipped: Skipped,
+    strict: bool,
+    parse: Callable[[Any], tuple[Record, str]],
 ) -> Iterator[tuple[Place, Record]]:
     for number, raw in found:
         place = f"{prefix}{number}" if prefix else number
-        record, reason = parsed(raw)
+        record, reason = parse(raw)
         if not reason:
             yield place, record
         elif strict:
@@ -302,6 +316,43 @@ def parsed(raw: Any) -> tuple[Record, str]:
         return _record(raw), ""
     except _Unusable as reason:
         return Record([]), str(reason)
+
+
+def asked(raw: Any) -> tuple[Record, str]:
+    """(the system and user's turns, "") of a conversation or a mere prompt, what was answered left out; or why not.
+
+    A prompt may be `prompt`, `question` or `instruction` without its answer, a list of `turns`, messages that end with
+    the user's, or plain text.
+    """
+    try:
+        if isinstance(raw, dict):
+            raw = {key: value for key, value in raw.items() if value is not None}
+        if isinstance(raw, dict) and isinstance(turns := raw.get("turns"), list):
+            raw = {"messages": [m for turn in turns for m in ({"role": "user", "content": turn}, _ANSWER)]}
+        elif isinstance(raw, dict) and not any(key in raw for key in ("messages", "conversations", "conversation")):
+            named = next((key for pair in PAIRS for key in pair[:1] if key in raw), "text")
+            given = raw.get(named)
+            about = [raw[key] for key in FURTHER if named == "instruction" and isinstance(raw.get(key), str)]
+            if isinstance(given, str):
+                raw = {"prompt": "\n\n".join(filter(str.strip, [given, *about])), "response": _ANSWER["content"]}
+            elif isinstance(given, list):
+                raw = {"messages": given}
+        if isinstance(raw, dict):
+            name = next((key for key in ("messages", "conversations", "conversation") if raw.get(key)), None)
+            last = raw[name][-1] if name and isinstance(raw[name], list) else None
+            if isinstance(last, dict) and ROLES.get(str(last.get("role", last.get("from")))) == "user":
+                raw = raw | {name: [*raw[name], _ANSWER]}
+        record = _record(raw)
+        if not record.messages:
+            raise _Unusable("no user turn")
+        if record.tools or any(m["role"] == "tool" or "tool_calls" in m for m in record.messages):
+            raise _Unusable("tools are called in it")
+        return record._replace(messages=[m for m in record.messages if m["role"] != "assistant"]), ""
+    except _Unusable as reason:
+        return Record([]), str(reason)
+
+
+_ANSWER = {"role": "assistant", "content": "-"}  # stands where an answer will
 
 
 class _Unusable(Exception):

@@ -315,8 +315,11 @@ def choices() -> list[str]:
 
 
 @pytest.mark.parametrize("choice", choices())
-def test_every_yaml_of_every_group_is_valid(choice: str, tmp_path: Path) -> None:
+def test_every_yaml_of_every_group_is_valid(choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "chats.jsonl").touch()
+    for place in ("self", "given", "foreign.jsonl"):  # what comparison=words compares is made before
+        (tmp_path / "outputs/words" / place).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     needs = {
         "target=hf": ["target.path=org/model"],
         "data=jsonl": [f"data.path={tmp_path}/chats.jsonl"],

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline.data.conversations import SELF, load_tokenizer, prompt_ids, stop_ids
+from paceline.data.near import folded
 from paceline.data.prompts import prompts
-from paceline.data.synthesis import folded
 from paceline.decode import Decoder, Sampler, StaticShape, chain
 from paceline.models.drafter import Shape, build, options
 from paceline.models.target import Target, folder
