@@ -310,10 +310,10 @@ class Decode(Section):
         return self
 
 
-def exact_in(dtype: str, decode: Decode) -> None:
-    """Raises Refusal where decode.exact asks for what there is not: in float32 greedy output is exact as it is."""
-    if decode.exact and dtype != "float32":
-        raise Refusal(f"decode.exact: not available with dtype={dtype} yet; nearest: dtype=float32, which is exact")
+def exact_in(dtype: str, decode: Decode, known: tuple[str, ...]) -> None:
+    """Raises Refusal where decode.exact asks for what there is not. known: beside float32, which is exact as it is."""
+    if decode.exact and dtype not in ("float32", *known):
+        raise Refusal(f"decode.exact: not available with dtype={dtype} here; nearest: dtype=float32, which is exact")
 
 
 class HeldOut(Section):
@@ -415,7 +415,7 @@ class TrainConfig(Section):
         from paceline.models.drafter import check_depth  # takes torch along, as the method has by now
 
         name, vocab = self.method.name, self.method.draft_vocab
-        exact_in(self.dtype, self.decode)
+        exact_in(self.dtype, self.decode, ())
         if not self.method.trained():
             raise Refusal(f"method: {name} has nothing to train; use it as drafter={name} in scripts/evaluate.py")
         if self.target.name == "export":
@@ -466,7 +466,7 @@ class _Drafted(Section):
 
     @model_validator(mode="after")
     def _exact(self) -> "_Drafted":
-        exact_in(self.dtype, self.decode)
+        exact_in(self.dtype, self.decode, ("bfloat16",))
         return self
 
     @field_validator("drafter", mode="wrap")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.models.kernels import kernels
+
 Place = tuple[int, int]  # (row key, absolute position of the token being chosen)
 
 
@@ -96,8 +98,16 @@ class Sampler:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """[..., V] -> [...], the first of the largest: what argmax gives, which takes four times as long on a CPU."""
-    return logits.max(-1).indices
+    """[..., V] -> [...], the first of the largest: what argmax gives, which takes thirty times as long on a CPU."""
+    quick = kernels() if logits.dtype == torch.bfloat16 and logits.device.type == "cpu" else None
+    if quick is None:
+        return logits.max(-1).indices
+    rows = logits.flatten(0, -2) if logits.ndim > 1 else logits[None]
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(len(rows), dtype=torch.long)
+    quick.largest(out.data_ptr(), rows.data_ptr(), *rows.shape, rows.stride(0))
+    return out.view(logits.shape[:-1])
 
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:

@@ -29,6 +29,7 @@ class Cache(TransformersCache):
         self.length = torch.zeros(batch, dtype=torch.long, device=device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self._stacks: tuple[Tensor, ...] = ()
         self._slots = torch.empty(0)
         self._reach = 0
 
@@ -55,6 +56,19 @@ class Cache(TransformersCache):
         known = torch.arange(self._reach, device=related.device) < self.length[:, None]
         known = known[:, None].expand(-1, related.shape[1], -1)
         return known.scatter(2, slack[:, None].expand(-1, related.shape[1], -1), related)
+
+    def stacked(self, layers: int, heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The buffers of all layers as one each: keys [layers, B, heads, dim, S], a number of all keys side by side,
+        and values [layers, B, heads, S, dim]. Made by the first pass; none where that wrote by `update`."""
+        if not self.keys:
+            shape, device = (layers, len(self.length), heads), self.length.device
+            keys = torch.zeros(*shape, size, self.capacity, dtype=dtype, device=device)
+            self._stack(keys, torch.zeros(*shape, self.capacity, size, dtype=dtype, device=device))
+        return self._stacks
+
+    def _stack(self, keys: Tensor, values: Tensor) -> None:
+        self._stacks = keys, values
+        self.keys, self.values = list(keys.transpose(-1, -2)), list(values)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
         """transformers' door: write [B, heads, N, dim] at the placed slots, return what the pass may look at."""
@@ -86,13 +100,21 @@ class Cache(TransformersCache):
             rows = torch.arange(len(nodes), device=nodes.device)[:, None]
             source = self.length[:, None] + torch.where(there < count[:, None], nodes, there)
             target = self.length[:, None] + there
-            for buffer in (*self.keys, *self.values):
-                buffer[rows, :, target] = buffer[rows, :, source]
+            if self._stacks:
+                keys, values = self._stacks[0].transpose(-1, -2), self._stacks[1]
+                for stack in (keys, values):
+                    stack[:, rows, :, target] = stack[:, rows, :, source]
+            else:
+                for buffer in (*self.keys, *self.values):
+                    buffer[rows, :, target] = buffer[rows, :, source]
         self.length = self.length + count
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch ([R] indices): finished rows leave."""
         self.length = self.length[rows]
+        if self._stacks:
+            self._stack(*(stack[:, rows] for stack in self._stacks))
+            return
         self.keys = [buffer[rows] for buffer in self.keys]
         self.values = [buffer[rows] for buffer in self.values]
 

@@ -6,6 +6,7 @@ them. Knows nn.Linear and the layers of a few transformers classes. The weights 
 takes its memory twice.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.models.cache import Cache
+from paceline.models.kernels import kernels
 
 
 class Packed:
-    """A bfloat16 weight [out, in] as oneDNN wants it; called like F.linear, without its gradient."""
+    """A bfloat16 weight [out, in] as oneDNN wants it; called like F.linear, without its gradient.
+
+    rows: None, or the most that one product takes, and never one alone. oneDNN sums the rows of a product one like the
+    other, but does it otherwise for a single row, or for more of them than fit one step of its kernel.
+    """
+
+    rows: int | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
@@ -26,11 +34,30 @@ class Packed:
     def __deepcopy__(self, memo: dict) -> "Packed":
         return self  # what is packed cannot be copied, and never changes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """[..., in] -> [..., out]; `added` [..., out] before the sum is rounded."""
         if x.dtype != torch.bfloat16 or x.requires_grad:
-            return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._laid_out, self.bias, "none", [], "")
+            out = F.linear(x, self.weight, self.bias)
+            return out if added is None else out + added
+        if self.rows is not None and not 2 <= x.numel() // x.shape[-1] <= self.rows:
+            return self._by_few(x, added)
+        if added is None:
+            return torch.ops.mkldnn._linear_pointwise(x, self._laid_out, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, added, self._laid_out, self.bias, "add")
+
+    def _by_few(self, x: Tensor, added: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        if len(flat) == 1:
+            both = None if added is None else added.reshape(1, -1).expand(2, -1).contiguous()
+            out = self(flat.expand(2, -1).contiguous(), both)[:1]
+        elif len(flat) == 0:
+            out = flat.new_empty(0, len(self.weight))
+        else:
+            assert self.rows is not None
+            parts = -(-len(flat) // self.rows)  # of nearly equal size, so none is a single row
+            more = [None] * parts if added is None else added.reshape(len(flat), -1).tensor_split(parts)
+            out = torch.cat([self(part, one) for part, one in zip(flat.tensor_split(parts), more, strict=True)])
+        return out.reshape(*x.shape[:-1], -1)
 
 
 def packable(weight: Tensor) -> bool:
@@ -77,14 +104,15 @@ class PackedLayer:
     def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp
         self._layer, self._attention = layer, attention
-        self._size = attention.head_dim
-        self._heads, kv_heads = (part.out_features // self._size for part in (attention.q_proj, attention.k_proj))
-        self._turned = self._heads + kv_heads
-        self._in, self._out = _joined(attention.q_proj, attention.k_proj, attention.v_proj), _joined(attention.o_proj)
-        self._gate_up, self._down = _joined(mlp.gate_proj, mlp.up_proj), _joined(mlp.down_proj)
+        self.size, self.scaling = attention.head_dim, attention.scaling
+        self.heads, self.kv_heads = (part.out_features // self.size for part in (attention.q_proj, attention.k_proj))
+        self._turned = self.heads + self.kv_heads
+        self.into, self.out = _joined(attention.q_proj, attention.k_proj, attention.v_proj), _joined(attention.o_proj)
+        self.gate_up, self.down = _joined(mlp.gate_proj, mlp.up_proj), _joined(mlp.down_proj)
+        self.inner = mlp.up_proj.out_features
         self._act = mlp.act_fn
-        self._norms = layer.input_layernorm, layer.post_attention_layernorm
-        self._own_norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.norms = layer.input_layernorm, layer.post_attention_layernorm
+        self.own_norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
 
     @classmethod
     def fits(cls, layer: Any) -> bool:
@@ -109,24 +137,35 @@ class PackedLayer:
         if not ours or attention_mask is None or position_embeddings is None or hidden_states.requires_grad:
             words = {"attention_mask": attention_mask, "position_embeddings": position_embeddings, "cache": cache}
             return type(self._layer).forward(self._layer, hidden_states, **words, **others)
-        before, after = self._norms
-        parts = self._in(_normed(hidden_states, before)).unflatten(-1, (-1, self._size))  # [B, N, Q + 2 S, D]
+        before, after = self.norms
+        parts = self.into(_normed(hidden_states, before)).unflatten(-1, (-1, self.size))  # [B, N, Q + 2 S, D]
         turning, values = parts[:, :, : self._turned], parts[:, :, self._turned :].transpose(1, 2)
-        if self._own_norms[0] is not None:
-            both = turning.split([self._heads, self._turned - self._heads], 2)
-            turning = torch.cat([_normed(part, norm) for part, norm in zip(both, self._own_norms, strict=True)], 2)
+        if self.own_norms[0] is not None:
+            both = turning.split([self.heads, self._turned - self.heads], 2)
+            turning = torch.cat([_normed(part, norm) for part, norm in zip(both, self.own_norms, strict=True)], 2)
         cos, sin = (part[:, :, None] for part in position_embeddings)
         first, second = turning.chunk(2, -1)
         turned = torch.addcmul(turning * cos, torch.cat([-second, first], -1), sin).transpose(1, 2)
-        queries, keys = turned[:, : self._heads], turned[:, self._heads :]
+        queries, keys = turned[:, : self.heads], turned[:, self.heads :]
         if cache is not None:
             keys, values = cache.update(keys, values, self._attention.layer_idx)
         seen = F.scaled_dot_product_attention(
-            queries, keys, values, attention_mask, scale=self._attention.scaling, enable_gqa=True
+            queries, keys, values, attention_mask, scale=self.scaling, enable_gqa=True
         )
-        x = hidden_states + self._out(seen.transpose(1, 2).flatten(2))
-        gate, up = self._gate_up(_normed(x, after)).chunk(2, -1)
-        return x + self._down(self._act(gate) * up)
+        x = hidden_states + self.out(seen.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(_normed(x, after)).chunk(2, -1)
+        return x + self.down(self._act(gate) * up)
+
+    @property
+    def plain(self) -> bool:
+        """Whether kernels.cpp knows all that lies between its products."""
+        weight = self.norms[0].weight
+        return (
+            self._attention.config.hidden_act in ("silu", "swish")
+            and weight.dtype == torch.bfloat16
+            and all(width % 16 == 0 for width in (len(weight), self.inner, self.size))
+            and self.size <= 256
+        )
 
 
 class PackedTrunk:
@@ -136,6 +175,9 @@ class PackedTrunk:
 
     def __init__(self, trunk: Any):
         self._trunk = trunk
+        self._layers: list[PackedLayer] = [layer.forward for layer in trunk.layers]
+        self._angles = torch.empty(2, 0, 0)
+        self._kernels = kernels() if all(layer.plain for layer in self._layers) else None
 
     @classmethod
     def fits(cls, trunk: Any) -> bool:
@@ -164,6 +206,77 @@ class PackedTrunk:
             run = layer if hooked else layer.forward
             x = run(x, attention_mask=attention_mask, position_embeddings=angles, cache=cache)
         return SimpleNamespace(last_hidden_state=_normed(x, trunk.norm))
+
+    # -- the same pass over our cache, with what kernels.cpp does between the products
+
+    def ready(self, cache: Cache) -> bool:
+        """Whether `run` can take this pass: nobody listens at a layer, and the cache is laid out for it."""
+        if self._kernels is None or any(x._forward_hooks or x._forward_pre_hooks for x in self._trunk.layers):
+            return False
+        return bool(self._stacks(cache))
+
+    @torch.no_grad()
+    def run(self, ids: Tensor, tree: Tensor | None, cache: Cache, taps: Sequence[int]) -> dict[int, Tensor]:
+        """ids [B, N], tree [B, N, N] as in `Target.forward`; returns the taps and -1, the norm's output, [B, N, H]."""
+        assert self._kernels is not None
+        norm, gated, attend = self._kernels.norm, self._kernels.gated, self._kernels.attend
+        rows, nodes = ids.shape
+        cache.place(nodes)
+        if tree is None:
+            tree = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, -1, -1)
+        tree, length, angles = tree.contiguous(), cache.length.contiguous(), self._turns(cache.capacity)
+        keys, values = (stack.unbind() for stack in self._stacks(cache))
+        x = self._trunk.embed_tokens(ids).flatten(0, 1)
+        form, real = self._layers[0], len(x)
+        if real == 1 and form.into.rows is not None:
+            x = x.repeat(2, 1)  # all the way, rather than in each product
+        many, hidden = x.shape
+        sizes = rows, nodes, form.heads, form.kv_heads, form.size, cache.capacity
+        placed = length.data_ptr(), tree.data_ptr(), angles[0].data_ptr(), angles[1].data_ptr()
+        normed, seen, inner = (
+            torch.zeros(many, width, dtype=x.dtype) for width in (hidden, form.heads * form.size, form.inner)
+        )
+        h, s, i = normed.data_ptr(), seen.data_ptr(), inner.data_ptr()
+        tapped = {}
+        for number, layer in enumerate(self._layers):
+            tapped[number] = x
+            before, after = layer.norms
+            own = [0 if n is None else n.weight.data_ptr() for n in layer.own_norms]
+            norm(h, x.data_ptr(), before.weight.data_ptr(), many, hidden, before.variance_epsilon)
+            qkv = layer.into(normed)
+            written = keys[number].data_ptr(), values[number].data_ptr()
+            attend(s, qkv.data_ptr(), *written, *placed, *own, *sizes, before.variance_epsilon, layer.scaling)
+            x = layer.out(seen, x)
+            norm(h, x.data_ptr(), after.weight.data_ptr(), many, hidden, after.variance_epsilon)
+            both = layer.gate_up(normed)
+            gated(i, both.data_ptr(), many, form.inner)
+            x = layer.down(inner, x)
+        tapped[len(self._layers)] = x
+        tapped[-1] = torch.empty_like(x)
+        last = self._trunk.norm
+        norm(tapped[-1].data_ptr(), x.data_ptr(), last.weight.data_ptr(), many, hidden, last.variance_epsilon)
+        return {k: tapped[k][:real].view(rows, nodes, hidden) for k in (*taps, -1)}
+
+    def by_few(self, rows: int) -> bool:
+        """Let no product take more rows than this, nor a single one; False where kernels.cpp does not run."""
+        if self._kernels is None:
+            return False
+        for layer in self._layers:
+            for product in (layer.into, layer.out, layer.gate_up, layer.down):
+                product.rows = rows
+        return True
+
+    def _stacks(self, cache: Cache) -> tuple[Tensor, ...]:
+        form = self._layers[0]
+        return cache.stacked(len(self._layers), form.kv_heads, form.size, torch.bfloat16)
+
+    def _turns(self, positions: int) -> Tensor:
+        """[2, at least so many positions, D] float32: cosines and sines, as transformers rounds them."""
+        if self._angles.shape[1] < positions:
+            like = self._trunk.embed_tokens.weight[:1, None]
+            places = torch.arange(1 << (positions - 1).bit_length())[None]
+            self._angles = torch.cat(self._trunk.rotary_emb(like, position_ids=places)).float().contiguous()
+        return self._angles
 
 
 def _joined(*parts: nn.Linear) -> Packed:

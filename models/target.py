@@ -6,7 +6,6 @@ Does not know drafters, trees (an ancestor matrix stands for one), tokenizers or
 """
 
 import copy
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -29,8 +28,10 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.models.cache import Cache
 from paceline.models.errors import Refusal
-from paceline.models.packed import Packed, pack_weights, unpack_weights
+from paceline.models.made import made_once
+from paceline.models.packed import Packed, PackedTrunk, pack_weights, unpack_weights
 
+FEW = 32  # rows of one product where bits must not depend on how many there are: one step of oneDNN's kernels
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -49,12 +50,6 @@ def device_of(name: str) -> str:
 # ---------------------------------------------------------------- where a target's checkpoint lies
 
 
-def cache_root() -> Path:
-    """`$PACELINE_CACHE`, by default `paceline` under the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("PACELINE_CACHE") or Path(home) / "paceline")
-
-
 def folder(name: str, path: str | None = None) -> str:
     """The checkpoint folder (or hub id) of a target; the embedded ones are made in the cache at the first call.
 
@@ -67,30 +62,12 @@ def folder(name: str, path: str | None = None) -> str:
             raise Refusal("target.path: target=hf needs a folder or a hub id")
         return path
     if name == "smollm2":
-        return str(_made_once(f"smollm2-135m-instruct-{_smollm2_version()}", _dequantise_smollm2))
+        return str(made_once(f"smollm2-135m-instruct-{_smollm2_version()}", _dequantise_smollm2))
     if name == "tiny":
-        return str(_made_once("tiny-1", _build_tiny))
+        return str(made_once("tiny-1", _build_tiny))
     if name == "tiny_pretrain":
-        return str(_made_once("tiny-pretrain-1", _build_tiny_pretrain))
+        return str(made_once("tiny-pretrain-1", _build_tiny_pretrain))
     raise Refusal(f"target.name={name}: no such target; one of smollm2, tiny, tiny_pretrain, hf")
-
-
-def _made_once(name: str, build: Callable[[Path], None]) -> Path:
-    """A folder under the cache that appears whole or not at all, built by one process while others wait."""
-    root = cache_root()
-    done = root / name
-    if done.is_dir():
-        return done
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.is_dir():
-            work = root / f".{name}"
-            shutil.rmtree(work, ignore_errors=True)  # what a killed builder left
-            work.mkdir()
-            build(work)
-            work.rename(done)
-    return done
 
 
 def _smollm2_version() -> str:
@@ -346,6 +323,11 @@ class Target(nn.Module):
         Returns:
             hidden [B, P, len(taps) * H], the taps side by side, and last [B, P, H], the output of the final norm.
         """
+        quick = self.body.__dict__.get("forward")
+        if isinstance(quick, PackedTrunk) and cache is not None and quick.ready(cache):
+            self._check_taps(taps)
+            tapped = quick.run(ids, tree, cache, taps)
+            return (torch.cat([tapped[k] for k in taps], -1) if taps else tapped[-1][..., :0]), tapped[-1]
         device = ids.device
         if cache is not None:
             cache.place(ids.shape[1])
@@ -370,6 +352,39 @@ class Target(nn.Module):
         tapped[-1] = last
         hidden = torch.cat([tapped[k] for k in taps], -1) if taps else last[..., :0]
         return hidden, last
+
+    @torch.no_grad()
+    def exact(self) -> None:
+        """From now on a token's logits and keys are the same bits in every pass over a cache: whatever its width, the
+        rows beside it and the shape of the tree. Plain decoding, drafted decoding and reading a prompt then agree.
+
+        In float32 nothing has to be done for it. In bfloat16 it takes kernels.cpp, whose sums know no slots, and
+        products of few rows at a time, as this machine is shown to round them alike.
+
+        Raises:
+            Refusal: this target, machine or dtype has no such passes.
+        """
+        quick, head = self.body.__dict__.get("forward"), self.head.packed
+        if self.dtype == torch.float32:
+            return
+        if not isinstance(quick, PackedTrunk) or head is None or not quick.by_few(FEW):
+            raise Refusal(
+                f"decode.exact: {self.dtype} passes of {type(self.model).__name__} on {self.device.type} round by "
+                "their width (it takes a CPU with bfloat16, a C++ compiler and a Llama, Mistral, Qwen2 or Qwen3); "
+                "nearest: dtype=float32"
+            )
+        head.rows = FEW
+        ids = torch.arange(2 * FEW, device=self.device)[None] * 7919 % self.vocab
+        widest: tuple[Tensor, Tensor] | None = None
+        for width in (2 * FEW, FEW + 1, FEW, FEW - 1, FEW // 2, 3, 2, 1):
+            cache = self.new_cache(1, 2 * FEW)
+            logits = self.head(self(ids[:, :width], cache=cache)[1])[0]
+            keys = torch.stack(cache.keys)[:, 0, :, :width]
+            widest = widest or (logits, keys)
+            if not (torch.equal(logits, widest[0][:width]) and torch.equal(keys, widest[1][..., :width, :])):
+                raise Refusal(
+                    "decode.exact: this machine's bfloat16 products round by their width; nearest: dtype=float32"
+                )
 
     def keep(self, cache: Cache, nodes: Tensor, count: Tensor) -> None:
         """Commit the accepted nodes of the last pass: nodes [B, J] ascending, count [B] of them meant per row."""
@@ -653,12 +668,8 @@ class Target(nn.Module):
         def after_all(_, args, out):
             captured[self.layers] = out if isinstance(out, Tensor) else out[0]
 
+        self._check_taps(taps)
         for k in taps:
-            if not -1 <= k <= self.layers:
-                raise Refusal(
-                    f"method.taps: this target has layers 0 to {self.layers - 1} "
-                    f"({self.layers}: before the final norm, -1: after it), not {k}"
-                )
             if k == self.layers:
                 handles.append(self.blocks[-1].register_forward_hook(after_all))
             elif k >= 0:
@@ -668,6 +679,14 @@ class Target(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _check_taps(self, taps: Sequence[int]) -> None:
+        for k in taps:
+            if not -1 <= k <= self.layers:
+                raise Refusal(
+                    f"method.taps: this target has layers 0 to {self.layers - 1} "
+                    f"({self.layers}: before the final norm, -1: after it), not {k}"
+                )
 
     def _within_window(self, tokens: int, what: str, advice: str) -> None:
         if self.window is not None and tokens > self.window:

@@ -128,6 +128,7 @@ def setting(cfg: Any, ready: Runtime) -> dict[str, Any]:
         tree = "static" if any(any(path) for path in shape.paths) else "chain"
     return {
         "dtype": cfg.dtype,
+        "exact": asked.exact or cfg.dtype == "float32",
         "tree": tree,
         "depth": shape.depth,
         "nodes": shape.nodes,

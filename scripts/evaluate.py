@@ -498,9 +498,9 @@ def _rounding(target: Any, ids: list[int], tokens: list[int], at_once: Any) -> f
 
 
 def faults(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The differences that rounding does not excuse: all in float32, those that are no near-tie in 16 bits."""
+    """The differences that rounding does not excuse: all where bits are promised, else those that are no near-tie."""
     differences = report["exactness"]["first_differences"]
-    return [d for d in differences if report["setting"]["dtype"] == "float32" or d["near_tie"] is False]
+    return [d for d in differences if report["setting"]["exact"] or d["near_tie"] is False]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

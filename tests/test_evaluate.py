@@ -307,7 +307,7 @@ def test_what_contradicts_the_export_is_refused_before_the_target_loads(
     line = refused(monkeypatch, capsys, f"drafter={export}", "decode.depth=4")
     assert "decode.depth: 4 is deeper than the drafter's 3 heads; nearest: 3" in line
     assert "nearest: tiny" in refused(monkeypatch, capsys, f"drafter={export}", "target=smollm2")
-    assert "dtype=float32" in refused(monkeypatch, capsys, f"drafter={export}", "decode.exact=true")
+    assert "dtype=float32" in refused(monkeypatch, capsys, f"drafter={export}", "decode.exact=true", "dtype=float16")
     line = refused(monkeypatch, capsys, f"drafter={export}", "plain_prompts=2")
     assert "plain_prompts: without plain=FILE" in line and "nearest: null" in line
     (tmp_path / "bad.jsonl").write_text("{}\n")

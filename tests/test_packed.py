@@ -1,19 +1,26 @@
 """Packed weights are the same layers: same answers, same gradients to what is read, the weights untouched."""
 
+from typing import Any
+
 import pytest
 import torch
-from fakes import VOCAB, target_of
+from fakes import VOCAB, Dictated, model_of, target_of
+from test_cache import ancestors
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.decode import Decoder, StaticShape, chain
+from paceline.decode.sampler import likeliest
 from paceline.models import packed
+from paceline.models.cache import Cache
+from paceline.models.errors import Refusal
+from paceline.models.kernels import kernels
 from paceline.models.layers import GatedMLP, LayerOptions
 from paceline.models.packed import Packed, PackedLayer, PackedTrunk, pack_weights, packable, unpack_weights
 from paceline.models.target import Target, folder
 
-possible = pytest.mark.skipif(
-    not packable(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="torch packs no bfloat16 weights on this machine"
-)
+PACKS = packable(torch.zeros(1, 1, dtype=torch.bfloat16))
+possible = pytest.mark.skipif(not PACKS, reason="torch packs no bfloat16 weights on this machine")
 
 
 def layer(bias: bool) -> nn.Linear:
@@ -153,3 +160,179 @@ def test_a_loaded_target_is_packed_and_says_what_it_said() -> None:
     torch.testing.assert_close(target.head(last).float(), theirs, rtol=0, atol=0.05 * float(theirs.abs().max()))
     head = target.head.rows(torch.tensor([3, 5]))
     assert torch.equal(head(last), F.linear(last, target.head.weight[[3, 5]]))
+
+
+# ---------------------------------------------------------------- what is compiled
+
+compiled = pytest.mark.skipif(not PACKS or kernels() is None, reason="no packed weights or no compiler here")
+
+
+def half_target(family: str, layers: int = 3, **options: Any) -> Target:
+    """A bfloat16 target, packed, of widths that kernels.cpp takes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": layers}
+    target = Target(model_of(family, **sizes | options).bfloat16())
+    pack_weights(target.model)
+    return target
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("mistral", {}),
+        ("qwen2", {"num_attention_heads": 6}),
+        ("qwen3", {"head_dim": 64}),
+        ("qwen3", {"head_dim": 128}),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_compiled_passes_are_those_of_the_operators(family: str, options: dict) -> None:
+    """A ragged prompt, a tree behind it, and another behind what was kept of that; every tap."""
+    target = half_target(family, **options)
+    quick = target.body.forward
+    assert isinstance(quick, PackedTrunk) and quick._kernels is not None
+    taps = (*range(target.layers + 1), -1)
+    ids = torch.randint(VOCAB, (2, 37), generator=torch.Generator().manual_seed(3))
+    tree = ancestors([-1, 0, 0, 1, 2, 3, 4, 1, 6]).expand(2, -1, -1)
+    found = []
+    for functions in (quick._kernels, None):
+        quick._kernels = functions
+        cache = target.new_cache(2, 70)
+        passes = [target(ids, taps, cache=cache)[0]]
+        target.keep(cache, ids[:, :0], torch.tensor([37, 20]))
+        for words in (ids[:, :9], ids[:, 9:18]):
+            passes.append(target(words, taps, tree=tree, cache=cache)[0])
+            target.keep(cache, torch.tensor([[0, 2, 4], [0, 1, 0]]), torch.tensor([3, 2]))
+        cache.select(torch.tensor([1]))
+        passes.append(target(ids[:1, :1], taps, cache=cache)[0])
+        found.append(passes)
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).float().norm() < 0.03 * theirs.float().norm()
+
+
+@compiled
+def test_compiled_passes_leave_the_listener_and_the_other_cache_alone() -> None:
+    target = half_target("llama")
+    ids, heard = torch.arange(12)[None], []
+    handle = target.blocks[1].register_forward_hook(lambda *_: heard.append(1))
+    cache = target.new_cache(1, 20)
+    first = target(ids, cache=cache)[1]
+    handle.remove()
+    assert heard == [1]
+    target.keep(cache, ids[:, :0], torch.tensor([12]))
+    assert torch.isfinite(target(ids[:, :2], cache=cache)[1]).all()  # goes on as the cache was begun
+    other = target.new_cache(1, 20)
+    assert (target(ids, cache=other)[1] - first).float().norm() < 0.03 * first.float().norm()
+
+
+# ---------------------------------------------------------------- the same bits in every pass
+
+
+def assert_same_bits_in_trees(target: Target, placements: int, deepest: int = 120) -> None:
+    """Trees of 2 to 64 nodes at random places behind texts of all lengths, against the path read token by token: the
+    logits, and the keys and values that are committed."""
+    generator = torch.Generator().manual_seed(5)
+
+    def below(limit: int, least: int = 0) -> int:
+        return int(torch.randint(least, limit, (), generator=generator))
+
+    def one_by_one(words: Tensor, cache: Cache) -> Tensor:
+        said = []
+        for word in words:
+            said.append(target.head(target(word.view(1, 1), cache=cache)[1])[0, 0])
+            target.keep(cache, word.new_zeros(1, 0), torch.tensor([1]))
+        return torch.stack(said)
+
+    edges = [15, 16, 31, 32, 63, 64, 95, 96]  # of vectors and of products
+    text = torch.randint(target.vocab, (1, deepest), generator=generator)
+    slow = target.new_cache(1, 2 * deepest)
+    one_by_one(text[0], slow)
+    for trial in range(placements):
+        length = edges[trial] if trial < len(edges) else below(deepest, 1)
+        nodes = (2, 64, 33, 32, 31)[trial] if trial < 5 else below(65, 2)
+        seen = ancestors([-1, *(below(node, max(0, node - 6)) for node in range(1, nodes))])
+        words = torch.randint(target.vocab, (2, nodes), generator=generator)
+        cache = target.new_cache(2, 2 * deepest)
+        short = below(length, 0) + 1
+        target(text[:, :length].expand(2, -1), cache=cache)
+        target.keep(cache, text[:, :0].expand(2, -1), torch.tensor([length, short]))
+        last = target(words, tree=seen.expand(2, -1, -1), cache=cache)[1]
+        logits = target.head(last)[0]
+        path = seen[below(nodes)].nonzero()[:, 0]
+        target.keep(cache, path.expand(2, -1), torch.tensor([len(path), 0]))
+        plain = target.new_cache(1, 2 * deepest)
+        target(text[:, :1], cache=plain)
+        for ours, theirs in zip((*plain.keys, *plain.values), (*slow.keys, *slow.values), strict=True):
+            ours[:, :, :length] = theirs[:, :, :length]
+        target.keep(plain, text[:, :0], torch.tensor([length]))
+        assert torch.equal(one_by_one(words[0, path], plain), logits[path]), (trial, nodes, length)
+        for ours, theirs in zip((*cache.keys, *cache.values), (*plain.keys, *plain.values), strict=True):
+            assert torch.equal(ours[:1, :, : length + len(path)], theirs[:, :, : length + len(path)]), (trial, nodes)
+
+
+@compiled
+@torch.no_grad()
+def test_an_exact_target_gives_a_node_the_same_bits_wherever_it_lies() -> None:
+    for family, options in (("llama", {"hidden_size": 192, "intermediate_size": 512}), ("qwen3", {"head_dim": 32})):
+        target = half_target(family, **options)
+        target.exact()
+        assert_same_bits_in_trees(target, 60)
+
+
+@compiled
+@torch.no_grad()
+def test_bits_that_depend_on_the_slot_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = half_target("llama", hidden_size=192, intermediate_size=512)
+    target.exact()
+    monkeypatch.setattr(target.body.forward, "_kernels", None)  # transformers' attention
+    with pytest.raises(AssertionError):
+        assert_same_bits_in_trees(target, 20)
+
+
+@compiled
+def test_exact_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    target_of("llama").exact()  # float32
+    with pytest.raises(
+        Refusal, match=r"decode\.exact: torch\.bfloat16 passes of GraniteForCausalLM .*; nearest: dtype=float32"
+    ):
+        Target(model_of("granite").bfloat16()).exact()
+    rounding = half_target("llama")
+    call = Packed.__call__
+
+    def by_width(self: Packed, x: Tensor, added: Tensor | None = None) -> Tensor:
+        return call(self, x, added) * (1 if len(x) != 3 else 1.01)
+
+    monkeypatch.setattr(Packed, "__call__", by_width)
+    with pytest.raises(Refusal, match=r"products round by their width; nearest: dtype=float32"):
+        rounding.exact()
+
+
+@compiled
+def test_exact_text_is_the_same_drafted_or_not_alone_or_in_company() -> None:
+    target = half_target("llama")
+    target.exact()
+    prompts = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 9, 40, 17)]
+    plain = Decoder(target).generate(prompts, 40).tokens
+    texts = [prompt + said for prompt, said in zip(prompts, plain, strict=True)]
+    fork = StaticShape(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)))
+    for shape in (chain(4), fork):
+        drafted = Decoder(target, Dictated(texts, lambda place: (VOCAB // 2, 1, 0, 1, 0, 0)[place % 6]), shape)
+        for some in (prompts, prompts[2:3]):
+            out = drafted.generate(some, 40)
+            assert out.tokens == plain[: len(some)] if len(some) > 1 else plain[2:3]
+            assert out.report.mean_acceptance_length > 1.2
+
+
+def test_the_likeliest_is_the_first_of_the_largest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for width in (1, 5, 1024, 3000):
+        logits = torch.randn(3, 4, width + 7, generator=generator).bfloat16()  # many ties
+        logits[0, 0] = -torch.inf
+        logits[0, 1] = torch.tensor([-0.0, 0.0]).repeat(width + 7)[: width + 7]
+        logits[1] = -logits[1].abs()
+        logits[2, 0, width // 2], logits[2, 2, width // 2] = torch.nan, -torch.nan
+        logits[2, 1, width // 3] = torch.inf
+        for some in (logits, logits[..., :width], logits[0, 1], logits[..., :width].transpose(0, 1)):
+            assert torch.equal(likeliest(some), some.float().max(-1).indices)

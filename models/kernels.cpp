@@ -1,0 +1,244 @@
+// What a pass does between its matrix products, for bfloat16 on a CPU: norms, rotation, attention, gates, arg-max.
+//
+// Rows are computed one by one, and every sum runs over the row's own path in the order of its positions, in lanes
+// that the position alone decides. So a row's bits depend on what it says and sees, not on the width of the pass, on
+// its place in a tree, on the slots of its keys or on the number of threads.
+//
+//     B rows of the batch, N nodes of a pass, Q query and S key heads, D numbers a head, L slots committed.
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+constexpr long LANES = 16, WIDEST = 256, BLOCK = 1024, ROWS = 4;
+typedef uint16_t bf16;
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef bf16 sixteen __attribute__((vector_size(2 * LANES), aligned(2)));
+
+static inline vec wide(const bf16 *x) { return (vec)(__builtin_convertvector(*(const sixteen *)x, bits) << 16); }
+
+static inline float single(bf16 x) {
+    uint32_t u = (uint32_t)x << 16;
+    float out;
+    memcpy(&out, &u, sizeof out);
+    return out;
+}
+
+static inline void narrow(bf16 *out, vec x) {  // to the nearest, ties to even; what is no number stays none
+    bits u = (bits)x;
+    bits rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    ints sane = x == x;
+    *(sixteen *)out = __builtin_convertvector((rounded & (bits)sane) | (0x7fc0 & ~(bits)sane), sixteen);
+}
+
+static inline float total(vec x) {
+    for (int most = LANES / 2; most; most /= 2)
+        for (int lane = 0; lane < most; lane++) x[lane] += x[lane + most];
+    return x[0];
+}
+
+static inline vec least(vec a, vec b) { return a < b ? a : b; }
+static inline vec most(vec a, vec b) { return a > b ? a : b; }
+
+static inline vec exponential(vec x) {  // to about 1e-7; 0 below -87
+    ints vanishing = x < -87.0f;
+    x = least(most(x, x * 0 - 87.0f), x * 0 + 88.0f);
+    vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the nearest whole number lies in the last bits
+    vec whole = shifted - 12582912.0f;
+    vec rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    vec sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    ints power = ((ints)shifted - 0x4b400000 + 127) << 23;
+    return (vec)((ints)(sum * (vec)power) & ~vanishing);
+}
+
+static inline float scale_of(const float *x, long width, float eps) {  // what a root-mean-square norm multiplies by
+    vec squares = {0};
+    for (long i = 0; i < width; i += LANES) squares += *(const vec *)(x + i) * *(const vec *)(x + i);
+    return 1.0f / sqrtf(total(squares) / width + eps);
+}
+
+static inline int16_t ordered(bf16 x) {  // as the numbers are; -0 is 0, and what is no number comes last
+    if ((x & 0x7fff) > 0x7f80) return INT16_MAX;
+    if (x == 0x8000) return 0;
+    return (int16_t)(x & 0x8000 ? x ^ 0x7fff : x);
+}
+
+// out [rows, width] = x * weight / rms(x)
+extern "C" void norm(bf16 *out, const bf16 *x, const bf16 *weight, long rows, long width, float eps) {
+    for (long row = 0; row < rows; row++, x += width, out += width) {
+        vec squares = {0};
+        for (long i = 0; i < width; i += LANES) squares += wide(x + i) * wide(x + i);
+        float scale = 1.0f / sqrtf(total(squares) / width + eps);
+        for (long i = 0; i < width; i += LANES) narrow(out + i, wide(x + i) * scale * wide(weight + i));
+    }
+}
+
+// out [rows, width] = silu(gate) * up, of both side by side [rows, 2 * width]
+extern "C" void gated(bf16 *out, const bf16 *both, long rows, long width) {
+    for (long row = 0; row < rows; row++, both += 2 * width, out += width)
+        for (long i = 0; i < width; i += LANES) {
+            vec gate = wide(both + i);
+            narrow(out + i, gate / (1.0f + exponential(-gate)) * wide(both + width + i));
+        }
+}
+
+// out [rows]: where the first of the largest lies (of what is no number, if there is any); rows begin `stride` apart
+extern "C" void largest(int64_t *out, const bf16 *x, long rows, long width, long stride) {
+    for (long row = 0; row < rows; row++, x += stride) {
+        int16_t best = INT16_MIN;
+        long where = 0;
+        for (long from = 0; from < width; from += BLOCK) {
+            long to = from + BLOCK < width ? from + BLOCK : width;
+            int16_t top = INT16_MIN;
+            for (long i = from; i < to; i++) {
+                int16_t u = ordered(x[i]);
+                top = u > top ? u : top;
+            }
+            if (top > best) best = top, where = from;
+        }
+        while (ordered(x[where]) != best) where++;
+        out[row] = where;
+    }
+}
+
+// One head's numbers turned by the angles of a position, normed before where there is a weight.
+static inline void turn(
+    float *out, const bf16 *x, const bf16 *weight, float eps, const float *cosine, const float *sine, long size) {
+    float plain[WIDEST];
+    for (long i = 0; i < size; i += LANES) *(vec *)(plain + i) = wide(x + i);
+    if (weight) {
+        float scale = scale_of(plain, size, eps);
+        for (long i = 0; i < size; i += LANES) *(vec *)(plain + i) *= scale * wide(weight + i);
+    }
+    for (long i = 0, other = size / 2; i < size / 2; i++, other++) {
+        out[i] = plain[i] * cosine[i] - plain[other] * sine[i];
+        out[other] = plain[other] * cosine[other] + plain[i] * sine[other];
+    }
+}
+
+// ROWS queries look at the same committed keys and each at its own path behind them.
+//
+//     keys [size, width] and values [slots, size] in float32, the width padded with zeros   weights [ROWS, width]
+template <long SIZE>
+static void look(
+    bf16 *const *out, const float (*query)[WIDEST], const float *keys, const float *values, long width, long committed,
+    const long *const *path, const long *steps, float *weights, float scale, long any) {
+    const long size = SIZE ? SIZE : any;
+    constexpr long WIDE = SIZE ? 4 : 1;  // vectors of values at a time
+    for (long i = 0; i < width; i += 2 * LANES) {
+        vec sum[ROWS][2] = {};
+        for (long d = 0; d < size; d++) {
+            vec first = *(const vec *)(keys + d * width + i), second = *(const vec *)(keys + d * width + i + LANES);
+            for (long r = 0; r < ROWS; r++) sum[r][0] += query[r][d] * first, sum[r][1] += query[r][d] * second;
+        }
+        for (long r = 0; r < ROWS; r++)
+            for (long part = 0; part < 2; part++) *(vec *)(weights + r * width + i + part * LANES) = sum[r][part] * scale;
+    }
+    float share[ROWS];
+    for (long r = 0; r < ROWS; r++) {
+        float *mine = weights + r * width;
+        long seen = committed + steps[r];
+        for (long i = 0; i < steps[r]; i++) mine[committed + i] = mine[path[r][i]];  // a path ascends
+        for (long i = seen; i % LANES; i++) mine[i] = -INFINITY;
+        vec top = *(vec *)mine, sum = {};
+        for (long i = LANES; i < seen; i += LANES) top = most(top, *(vec *)(mine + i));
+        float best = top[0];
+        for (int lane = 1; lane < LANES; lane++) best = top[lane] > best ? top[lane] : best;
+        for (long i = 0; i < seen; i += LANES) sum += *(vec *)(mine + i) = exponential(*(vec *)(mine + i) - best);
+        share[r] = 1.0f / total(sum);
+    }
+    for (long d = 0; d < size; d += WIDE * LANES) {
+        vec mean[ROWS][WIDE] = {};
+        for (long i = 0; i < committed; i++)
+            for (long r = 0; r < ROWS; r++)
+                for (long w = 0; w < WIDE; w++)
+                    mean[r][w] += weights[r * width + i] * *(const vec *)(values + i * size + d + w * LANES);
+        for (long r = 0; r < ROWS; r++) {
+            for (long i = 0; i < steps[r]; i++)
+                for (long w = 0; w < WIDE; w++)
+                    mean[r][w] += weights[r * width + committed + i] *
+                                  *(const vec *)(values + path[r][i] * size + d + w * LANES);
+            for (long w = 0; w < WIDE; w++) narrow(out[r] + d + w * LANES, mean[r][w] * share[r]);
+        }
+    }
+}
+
+static float *scratch(long floats) {  // of this thread, kept
+    static thread_local float *mine = nullptr;
+    static thread_local long have = 0;
+    if (floats > have) {
+        free(mine);
+        have = floats + floats / 2;
+        mine = (float *)aligned_alloc(64, (have * 4 + 63) / 64 * 64);
+    }
+    return mine;
+}
+
+// Write the keys and values of a pass behind those committed, and let its nodes look at their paths.
+//
+//     qkv     [B, N, Q + 2 S, D]    keys [B, S, D, capacity]    values [B, S, capacity, D]    out [B, N, Q, D]
+//     length  [B] committed slots   related [B, N, N]: who is whose ancestor, itself included
+//     cosine, sine [positions, D]   query_norm, key_norm [D] or null
+extern "C" void attend(
+    bf16 *out, const bf16 *qkv, bf16 *keys, bf16 *values, const int64_t *length, const uint8_t *related,
+    const float *cosine, const float *sine, const bf16 *query_norm, const bf16 *key_norm, long B, long N, long Q,
+    long S, long D, long capacity, float eps, float scale) {
+    long heads = Q + 2 * S, group = Q / S, longest = 0;
+    for (long b = 0; b < B; b++) {
+        for (long n = 0; n < N; n++) {
+            long position = length[b] - 1;
+            for (long m = 0; m < N; m++) position += related[(b * N + n) * N + m];
+            for (long h = 0; h < S; h++) {
+                const bf16 *row = qkv + ((b * N + n) * heads + Q + h) * D;
+                bf16 *key = keys + (b * S + h) * D * capacity + length[b] + n, rounded[WIDEST];
+                float turned[WIDEST];
+                turn(turned, row, key_norm, eps, cosine + D * position, sine + D * position, D);
+                for (long d = 0; d < D; d += LANES) narrow(rounded + d, *(vec *)(turned + d));
+                for (long d = 0; d < D; d++) key[d * capacity] = rounded[d];
+                memcpy(values + ((b * S + h) * capacity + length[b] + n) * D, row + S * D, D * sizeof(bf16));
+            }
+        }
+        longest = length[b] + N > longest ? length[b] + N : longest;
+    }
+    long parts = N < 8 ? 1 : 4;
+#pragma omp parallel for schedule(dynamic) if (B * N * Q * longest > 20000)
+    for (long task = 0; task < B * S * parts; task++) {
+        long b = task / parts / S, h = task / parts % S, part = task % parts, all = length[b] + N;
+        long from = N * part / parts, rows = (N * (part + 1) / parts - from) * group;
+        long width = (all + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
+        float *k = scratch((2 * D + ROWS) * width + 2 * ROWS * N), *v = k + D * width, *weights = v + D * width;
+        long *paths = (long *)(weights + ROWS * width);
+        const bf16 *key = keys + (b * S + h) * D * capacity, *value = values + (b * S + h) * capacity * D;
+        for (long d = 0; d < D; d++)
+            for (long i = 0; i < width; i++) k[d * width + i] = i < all ? single(key[d * capacity + i]) : 0.0f;
+        for (long i = 0; i < all * D; i += LANES) *(vec *)(v + i) = wide(value + i);
+        for (long first = 0; first < rows; first += ROWS) {
+            float query[ROWS][WIDEST];
+            bf16 *to[ROWS];
+            const long *path[ROWS];
+            long steps[ROWS];
+            for (long r = 0; r < ROWS; r++) {
+                long row = first + r < rows ? first + r : first;  // the last few are joined by copies of the first
+                long n = from + row / group, g = h * group + row % group;
+                long *mine = paths + r * N;
+                path[r] = mine;
+                for (long m = 0; m < N; m++)
+                    if (related[(b * N + n) * N + m]) *mine++ = length[b] + m;
+                steps[r] = mine - path[r];
+                long at = D * (length[b] + steps[r] - 1);
+                turn(query[r], qkv + ((b * N + n) * heads + g) * D, query_norm, eps, cosine + at, sine + at, D);
+                to[r] = out + ((b * N + n) * Q + g) * D;
+            }
+            auto run = D == 64 ? look<64> : D == 128 ? look<128> : look<0>;
+            run(to, query, k, v, width, length[b], path, steps, weights, scale, D);
+        }
+    }
+}
