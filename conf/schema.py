@@ -277,7 +277,7 @@ class Decode(Section):
     top_k: Count
     top_p: TopP
     seed: Seed
-    exact: bool
+    exact: bool | None
 
     @model_validator(mode="before")
     @classmethod
@@ -713,7 +713,7 @@ class BenchmarkConfig(Section):
 
     @model_validator(mode="after")
     def _greedy(self) -> Self:
-        exact_in(self.dtype, self.decode)
+        exact_in(self.dtype, self.decode, ("bfloat16",))
         if self.decode.temperature > 0 or self.decode.verify != "walk":
             raise Refusal("decode.temperature, decode.verify: every row is greedy and exact; nearest: 0.0 and walk")
         return self

@@ -257,8 +257,8 @@ class PackedTrunk:
         norm(tapped[-1].data_ptr(), x.data_ptr(), last.weight.data_ptr(), many, hidden, last.variance_epsilon)
         return {k: tapped[k][:real].view(rows, nodes, hidden) for k in (*taps, -1)}
 
-    def by_few(self, rows: int) -> bool:
-        """Let no product take more rows than this, nor a single one; False where kernels.cpp does not run."""
+    def by_few(self, rows: int | None) -> bool:
+        """Let no product take more rows than this, nor one alone; None: as it comes. False where `run` cannot be."""
         if self._kernels is None:
             return False
         for layer in self._layers:

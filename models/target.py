@@ -374,14 +374,16 @@ class Target(nn.Module):
                 "nearest: dtype=float32"
             )
         head.rows = FEW
-        ids = torch.arange(2 * FEW, device=self.device)[None] * 7919 % self.vocab
+        ids = torch.arange(min(2 * FEW, self.window or 2 * FEW), device=self.device)[None] * 7919 % self.vocab
         widest: tuple[Tensor, Tensor] | None = None
         for width in (2 * FEW, FEW + 1, FEW, FEW - 1, FEW // 2, 3, 2, 1):
-            cache = self.new_cache(1, 2 * FEW)
+            cache = self.new_cache(1, ids.shape[1])
             logits = self.head(self(ids[:, :width], cache=cache)[1])[0]
             keys = torch.stack(cache.keys)[:, 0, :, :width]
             widest = widest or (logits, keys)
             if not (torch.equal(logits, widest[0][:width]) and torch.equal(keys, widest[1][..., :width, :])):
+                head.rows = None
+                quick.by_few(None)
                 raise Refusal(
                     "decode.exact: this machine's bfloat16 products round by their width; nearest: dtype=float32"
                 )

@@ -34,6 +34,7 @@ def decode(cfg: Any) -> Iterator[dict[str, Any]]:
     from paceline.data.conversations import load_tokenizer, prompt_ids, stop_ids
     from paceline.data.prompts import prompts
     from paceline.models.target import Target, device_of, folder
+    from paceline.scripts.decoding import promised
     from paceline.scripts.evaluate import measured
     from paceline.scripts.terminal import progress
 
@@ -41,6 +42,7 @@ def decode(cfg: Any) -> Iterator[dict[str, Any]]:
     where, device = folder(cfg.target.name, cfg.target.path), device_of(cfg.target.device)
     tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
     target = Target.load(where, cfg.dtype, device, len(tokenizer), trust_remote_code=cfg.target.trust_remote_code)
+    promised(target, cfg.decode.exact)
     stops = stop_ids(tokenizer)
     ways = {name: _WAYS[name](cfg, target, stops) for name in names}
     ids = [prompt_ids(tokenizer, prompt.messages) for prompt in prompts(cfg.eval.prompts, cfg.eval.limit)]

@@ -30,7 +30,7 @@ class Runtime:
     """A target ready to decode with its drafter (`decoder`) and alone (`plain`), in the same loop.
 
     stops: ids that end an answer. drafter, target: what they are, in plain types. original: the target as it was before
-    it was trained with the drafter; the same where it was not.
+    it was trained with the drafter; the same where it was not. exact: whether bits are promised.
     """
 
     tokenizer: Any
@@ -41,6 +41,7 @@ class Runtime:
     drafter: dict[str, Any]
     target: dict[str, Any]
     original: Target
+    exact: bool
 
 
 def runtime(cfg: Any) -> Runtime:
@@ -60,6 +61,7 @@ def runtime(cfg: Any) -> Runtime:
     elif cfg.drafter == "ngram":
         drafter = build(cfg.ngram, Sizes.of(target))
     asked = cfg.decode
+    exact = promised(target, asked.exact)
     shape = shape_for(asked, drafter, about)
     return Runtime(
         tokenizer,
@@ -82,7 +84,24 @@ def runtime(cfg: Any) -> Runtime:
             "trunk": (about.get("trunk") or {}).get("kind", "frozen"),
         },
         original,
+        exact,
     )
+
+
+def promised(target: Target, exact: bool | None) -> bool:
+    """Let passes of `target` give the same bits whatever is drafted, as decode.exact asks; None: where they can.
+
+    Raises Refusal where they cannot, and it was asked for.
+    """
+    if exact is False:
+        return target.dtype == torch.float32
+    try:
+        target.exact()
+    except Refusal:
+        if exact:
+            raise
+        return False
+    return True
 
 
 def shape_for(asked: Any, drafter: Drafter | None, about: dict[str, Any]) -> Shape:
@@ -128,7 +147,7 @@ def setting(cfg: Any, ready: Runtime) -> dict[str, Any]:
         tree = "static" if any(any(path) for path in shape.paths) else "chain"
     return {
         "dtype": cfg.dtype,
-        "exact": asked.exact or cfg.dtype == "float32",
+        "exact": ready.exact,
         "tree": tree,
         "depth": shape.depth,
         "nodes": shape.nodes,

@@ -246,6 +246,7 @@ def _made(cfg: Any, ready: Runtime, ids: list[list[int]]) -> dict[str, Any]:
         "eval.max_new_tokens": cfg.eval.max_new_tokens,
         "stop ids": sorted(ready.stops),
         **{f"decode.{name}": getattr(cfg.decode, name) for name in ("temperature", "top_k", "top_p", "seed")},
+        "decode.exact": ready.exact,
     }
 
 
