@@ -210,10 +210,11 @@ class PackedTrunk:
     # -- the same pass over our cache, with what kernels.cpp does between the products
 
     def ready(self, cache: Cache) -> bool:
-        """Whether `run` can take this pass: nobody listens at a layer, and the cache is laid out for it."""
-        if self._kernels is None or any(x._forward_hooks or x._forward_pre_hooks for x in self._trunk.layers):
+        """Whether `run` can take this pass: nobody listens at a layer, and the cache is ours and laid out for it."""
+        if self._kernels is None or type(cache) is not Cache:  # others have slots of their own
             return False
-        return bool(self._stacks(cache))
+        listened = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._trunk.layers)
+        return not listened and bool(self._stacks(cache))
 
     @torch.no_grad()
     def run(self, ids: Tensor, tree: Tensor | None, cache: Cache, taps: Sequence[int]) -> dict[int, Tensor]:

@@ -223,8 +223,15 @@ def test_compiled_passes_leave_the_listener_and_the_other_cache_alone() -> None:
     assert heard == [1]
     target.keep(cache, ids[:, :0], torch.tensor([12]))
     assert torch.isfinite(target(ids[:, :2], cache=cache)[1]).all()  # goes on as the cache was begun
-    other = target.new_cache(1, 20)
-    assert (target(ids, cache=other)[1] - first).float().norm() < 0.03 * first.float().norm()
+
+    class Elsewhere(Cache):
+        def update(self, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
+            heard.append(2)
+            return super().update(*given, **more)
+
+    for other in (target.new_cache(1, 20), Elsewhere(1, 20)):
+        assert (target(ids, cache=other)[1] - first).float().norm() < 0.03 * first.float().norm()
+    assert heard == [1] + [2] * target.layers
 
 
 # ---------------------------------------------------------------- the same bits in every pass
