@@ -116,6 +116,8 @@ def launch(drafter: Drafter, format: str, target: str) -> tuple[str, str]:
         case "mtp_sequential", "mimo":
             how = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
             return "vLLM, as MiMo", f"vllm serve FOLDER --speculative-config '{how}'"
+        case "mtp_sequential", "speculators":
+            return "speculators (`SpeculatorModel.from_pretrained(FOLDER)`)", ""
         case "mtp_sequential", _:
             return "transformers (`model.generate(..., use_mtp=True)`, of the stitched folder)", ""
         case "draft", _:

@@ -44,12 +44,16 @@ ADAPTERS = Path(__file__).parent / "adapters"
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of drafter that a peer knows. format: it reads. writes: whether it writes it. depths: compared."""
+    """A kind of drafter that a peer knows. format: it reads. writes: whether it writes it. depths: compared.
+
+    served: the peer computes otherwise in training than those do that serve what it writes; asked for is the latter.
+    """
 
     method: str
     format: str
     writes: bool = True
     depths: int = DEPTHS
+    served: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ PEERS = (
             ("speculators==0.9.0", "hs-connectors==0.9.0"),
             ("transformers==5.19.0", "loguru<=0.7.3", "pydantic-settings", "openai>=2", "aiohttp", "click", "typer"),
         ),
-        (Case("eagle3", "speculators"),),
+        # later steps of its MTP look at drafted keys of other chains, as no tree and no other reader does
+        (Case("eagle3", "speculators"), Case("mtp", "speculators", depths=1)),
     ),
     Peer(
         "specforge",
@@ -89,24 +94,34 @@ PEERS = (
             ("nvidia-modelopt==0.47.0",),
             ("transformers<5.15", "ninja", "nvidia-ml-py", "omegaconf", "pulp<4", "regex", "scipy", "requests"),
         ),
-        (Case("eagle3", "vllm"),),
+        (Case("eagle3", "vllm"), Case("eagle3", "vllm", served=True)),
     ),
     Peer("eagle_llm", Recipe("eagle_llm", ("eagle-llm==1.2.1",), _OLD), (Case("eagle", "eagle"),)),
     Peer("medusa_llm", Recipe("medusa_llm", ("medusa-llm==0.1",), _OLD), (Case("medusa", "medusa"),)),
 )
-# kind of drafter: options of ours. Another base than 10,000 is what a reader would miss that does not look for it
+# Another base than 10,000 is what a reader would miss that does not look for it
 _ROPE = {"rope_type": "default", "rope_theta": 50_000.0}
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "eagle3": {"name": "eagle", "draft_vocab": KNOWN, "layer": {"rope": _ROPE}},
-    "eagle": {
-        "name": "eagle",
-        "join": "fc",
-        "output": "shared",
-        "fc_bias": True,
-        "layer": {"rope": _ROPE | {"rope_theta": 10_000.0}},  # eagle-llm knows no other
-    },
-    "medusa": {"name": "medusa", "heads": DEPTHS},
-}
+
+
+def ours(layers: int) -> dict[str, dict[str, Any]]:
+    """Kind of drafter -> its options, for a target of so many layers."""
+    return {
+        "eagle3": {"name": "eagle", "draft_vocab": KNOWN, "layer": {"rope": _ROPE}},
+        "eagle": {
+            "name": "eagle",
+            "join": "fc",
+            "output": "shared",
+            "fc_bias": True,
+            "layer": {"rope": _ROPE | {"rope_theta": 10_000.0}},  # eagle-llm knows no other
+        },
+        "medusa": {"name": "medusa", "heads": DEPTHS},
+        "mtp": {
+            "name": "mtp_sequential",
+            "taps": [layers],
+            "hand_on": "normed",
+            "layer": {"qk_norm": True, "rope": _ROPE},
+        },
+    }
 
 
 def run(cfg: Any) -> None:
@@ -174,7 +189,7 @@ class Text:
 
         from paceline.models.drafter import Shape, build, options
 
-        said = DRAFTERS[method]
+        said = ours(self.target.layers)[method]
         asked = options(said["name"])(**said).fitted(self.target)
         torch.manual_seed(0)
         made = build(asked, Shape.of(self.target), self.vocabulary if asked.draft_vocab else None)
@@ -190,10 +205,10 @@ def compared(peer: Peer, text: Text, out: Path, venvs: Path) -> Iterator[Row]:
 
     for case in peer.cases:
         for to_it in (True, False) if case.writes else (True,):
-            place = (out / peer.name / f"{case.method}-{case.format if to_it else 'theirs'}").resolve()
+            place = (out / peer.name / f"{_what(case)}-{case.format if to_it else 'theirs'}").resolve()
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
-            row: Row = {"peer": peer.name, "version": None, "method": case.method, "depths": case.depths}
+            row: Row = {"peer": peer.name, "version": None, "method": _what(case), "depths": case.depths}
             row |= {"way": "to it" if to_it else "from it", "format": case.format if to_it else None, "agrees": False}
             row |= dict.fromkeys(("difference", "largest", "taps", "their_taps", "fault"))
             try:
@@ -209,13 +224,17 @@ def compared(peer: Peer, text: Text, out: Path, venvs: Path) -> Iterator[Row]:
                         raise Refusal("what it wrote is of no format that is known here")
                     row["format"] = layout.__name__.rpartition(".")[2]
                     drafter = layout.load(place / "drafter", text.target).float()
-                ours = chains(drafter, text, case.depths)
+                logits_here = chains(drafter, text, case.depths)
                 row |= {"version": answer["version"], "taps": list(drafter.taps), "their_taps": answer["taps"]}
-                row |= _difference(ours, logits)
+                row |= _difference(logits_here, logits)
                 row["agrees"] = row["difference"] <= CLOSE and row["their_taps"] == row["taps"]
             except Refusal as refusal:
                 row["fault"] = str(refusal)
             yield row
+
+
+def _what(case: Case) -> str:
+    return f"{case.method}{', as served' if case.served else ''}"
 
 
 def _asked(
@@ -236,6 +255,7 @@ def _asked(
         "depths": case.depths,
         "drafter": str(place / "drafter"),
         "target": text.about["path"],
+        "served": case.served,
         "layers": target.layers,
         "sizes": text.sizes,
         "taps": list(drafter.taps),

@@ -36,7 +36,7 @@ def text() -> Text:
     return Text(Namespace(name="tiny", path=None))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa", "mtp"])
 def test_what_is_compared_is_what_is_trained(kind: str, text: Text) -> None:
     drafter, ids = text.drafter(kind), text.ids[None]
     states = torch.cat([text.states, text.last[None]])

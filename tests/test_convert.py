@@ -29,6 +29,7 @@ VOCABULARY = torch.tensor([0, 2, 3, 7, 11, 30, 31, 63])
 OWN = {"dtype": "bfloat16", "layer": {"rope": {"rope_type": "default", "rope_theta": 10_000.0}}}
 STITCHED = {"taps": [-1], "hand_on": "normed"}
 OF_MIMO = {"zero_first": True}
+OF_SPECULATORS = {"taps": [8], "hand_on": "normed"}
 # kind: (family of the target, method and options, formats that hold it)
 HELD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "eagle3": ("llama", {"name": "eagle", "draft_vocab": 8}, ("eagle", "vllm", "sglang", "speculators")),
@@ -47,6 +48,7 @@ HELD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "mtp": ("llama", {"name": "mtp_sequential", "modules": 2, **STITCHED}, ("mtp_stitched",)),
     "mtp, qwen3": ("qwen3", {"name": "mtp_sequential", **STITCHED}, ("mtp_stitched",)),
     "mtp of mimo": ("qwen2", {"name": "mtp_sequential", **OF_MIMO}, ("mimo",)),
+    "mtp of speculators": ("qwen3", {"name": "mtp_sequential", **OF_SPECULATORS}, ("speculators",)),
     "draft": ("llama", {"name": "draft", "target_layers": [0, 3], "tables": "own"}, ("hf",)),
 }
 CASES = [(kind, format) for kind, (_, _, held) in HELD.items() for format in held]
@@ -144,6 +146,13 @@ NOT_HELD: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "shared heads": ("llama", {"name": "medusa", "output": "shared"}, "vllm", "lm_heads.0.weight would be missing"),
     "a convention": ("llama", {"name": "mtp_sequential"}, "mtp_stitched", "method.taps=[8]: its reader has [-1]"),
     "modules": ("qwen2", {"name": "mtp_sequential", "modules": 2, **OF_MIMO}, "mimo", "method.modules=2"),
+    "another layer of MTP": (
+        "llama",
+        {"name": "mtp_sequential", **OF_SPECULATORS},
+        "speculators",
+        "its layers are Qwen3's",
+    ),
+    "another state": ("qwen3", {"name": "mtp_sequential", **STITCHED}, "speculators", "its reader has [8]"),
     "another trunk": ("llama", {"name": "mtp_sequential", **OF_MIMO}, "mimo", "MiMo's layers are Qwen2's"),
     "another layer than the trunk's": (
         "llama",

@@ -11,10 +11,17 @@ from typing import Any
 
 from paceline.models.drafter import Drafter
 from paceline.models.errors import Refusal
-from paceline.models.formats import eagle, hf, medusa, mtp, speculators
+from paceline.models.formats import eagle, hf, medusa, mtp, speculators, speculators_mtp
 from paceline.models.formats.common import SAFE, Checkpoint, base_config, same
 
-LAYOUTS: tuple[Any, ...] = (speculators, mtp, medusa, hf, eagle)  # the first that recognises a folder reads it
+LAYOUTS: tuple[Any, ...] = (
+    speculators_mtp,
+    speculators,
+    mtp,
+    medusa,
+    hf,
+    eagle,
+)  # the first that recognises a folder reads it
 
 
 def names() -> list[str]:

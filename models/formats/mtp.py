@@ -34,6 +34,7 @@ from paceline.models.formats.common import (
     tensors_of,
     without_copy,
 )
+from paceline.models.layers import LayerOptions
 from paceline.models.mtp_sequential import SequentialOptions
 from paceline.models.stored import Spec, check, dtype_of, load_tensors, read_json, read_tensors, tensor_files
 from paceline.models.target import Target
@@ -103,16 +104,14 @@ def understood(found: Checkpoint, shape: Shape, where: str) -> Drafter:
     mimo, stitched = _is_mimo(found.tensors), "num_mtp_layers" in config
     first = 0 if mimo else _first_layer(config, where)
     layer = layer_of(config, {name for names in modules.values() for name in names}, shape.hidden, where)
-    inner = layer_manifest(layer, shape.hidden, shape.hidden) | {"input_layernorm.weight": Spec((shape.hidden,))}
-    inner |= {f"{norm}.weight": Spec((shape.hidden,)) for norm in ("enorm", "hnorm", "shared_head.norm")}
-    inner |= {"eh_proj.weight": Spec((shape.hidden, 2 * shape.hidden))}
+    inner = module_manifest(layer, shape.hidden)
     manifest, ours = {}, {}
     tensors = {name: found.tensors[name] for names in modules.values() for name in names.values()}
     for number, names in modules.items():
         some = next(iter(names.values()))
         before = some[: some.index(f".{first + number}.")]
         for name, spec in inner.items():
-            theirs = f"{before}.{first + number}.{_to_mimo(name) if mimo else name}"
+            theirs = f"{before}.{first + number}.{to_mimo(name) if mimo else name}"
             manifest[theirs], ours[theirs] = spec, f"layers.{shape.layers + number}.{name}"
     check(tensors, manifest, where)
     mapped = {ours[name]: tensor for name, tensor in tensors.items()}
@@ -132,6 +131,13 @@ def understood(found: Checkpoint, shape: Shape, where: str) -> Drafter:
     return drafter.eval()
 
 
+def module_manifest(layer: LayerOptions, hidden: int) -> dict[str, Spec]:
+    """Of one module, under our names."""
+    norms = ("input_layernorm", "enorm", "hnorm", "shared_head.norm")
+    found = layer_manifest(layer, hidden, hidden) | {f"{norm}.weight": Spec((hidden,)) for norm in norms}
+    return found | {"eh_proj.weight": Spec((hidden, 2 * hidden))}
+
+
 def _modules(names: list[str], config: dict[str, Any], where: str) -> dict[int, dict[str, str]]:
     """Number of each module, ascending -> its tensors by our names -> by the file's. Raises Refusal."""
     mimo = _is_mimo(names)
@@ -140,7 +146,7 @@ def _modules(names: list[str], config: dict[str, Any], where: str) -> dict[int, 
     for name in names:
         found = (MIMO if mimo else DEEPSEEK).fullmatch(name)
         if found is not None and (number := int(found[1]) - first) >= 0:
-            modules.setdefault(number, {})[_renamed(found[2])] = name
+            modules.setdefault(number, {})[from_mimo(found[2])] = name
             for mark, kind in FOREIGN.items():
                 if re.search(mark, name):
                     raise Refusal(f"{where}: {name} is part of {kind}; only ordinary decoder layers are read")
@@ -165,12 +171,12 @@ def _first_layer(config: dict[str, Any], where: str) -> int:
     return layers
 
 
-def _renamed(name: str) -> str:
+def from_mimo(name: str) -> str:
     head, _, kind = name.rpartition(".")
     return f"{OF_MIMO.get(head, head)}.{kind}"
 
 
-def _to_mimo(name: str) -> str:
+def to_mimo(name: str) -> str:
     head, _, kind = name.rpartition(".")
     return f"{TO_MIMO.get(head, head)}.{kind}"
 
@@ -189,18 +195,24 @@ def faults(drafter: Drafter, format: str) -> Iterator[str]:
     mtp_stitched is read by transformers (`use_mtp`), mimo by vLLM's class for MiMo, which has one module.
     """
     options = drafter.options
-    if options.draft_vocab is not None:
-        yield "token_map, a draft vocabulary, has no place there; train with method.draft_vocab=null"
     wanted: dict[str, Any] = {"taps": (-1,), "hand_on": "normed", "position_offset": 0, "zero_first": False}
     if format == "mimo":
         wanted = {"taps": (drafter.shape.layers,), "hand_on": "raw", "position_offset": 0, "zero_first": True}
         wanted["modules"] = 1
+    yield from other_conventions(drafter, wanted)
+    if format == "mimo" and biases(options.layer) != ["self_attn.q_proj.bias"]:
+        yield "method.layer: MiMo's layers are Qwen2's, with biases of q, k and v and no others"
+
+
+def other_conventions(drafter: Drafter, wanted: dict[str, Any]) -> Iterator[str]:
+    """What of a drafter its reader does otherwise. wanted: that reader's options."""
+    options = drafter.options
+    if options.draft_vocab is not None:
+        yield "token_map, a draft vocabulary, has no place there; train with method.draft_vocab=null"
     for name, value in wanted.items():
         if getattr(options, name) != value:
             asked = json.dumps(value)
             yield f"method.{name}={json.dumps(getattr(options, name))}: its reader has {asked}; train with that"
-    if format == "mimo" and biases(options.layer) != ["self_attn.q_proj.bias"]:
-        yield "method.layer: MiMo's layers are Qwen2's, with biases of q, k and v and no others"
 
 
 def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint:
@@ -228,7 +240,7 @@ def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint
     for name, tensor in tensors_of(drafter).items():
         _, number, rest = name.split(".", 2)
         if mimo:
-            rest, number = _to_mimo(rest), str(int(number) - shape.layers)
+            rest, number = to_mimo(rest), str(int(number) - shape.layers)
             tensor = _swapped(tensor).contiguous() if rest == "input_proj.weight" else tensor
         tensors[f"model.{'mtp_layers' if mimo else 'layers'}.{number}.{rest}"] = tensor
     if mimo:

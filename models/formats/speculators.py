@@ -79,18 +79,23 @@ def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint
         AUX: flat[AUX],  # layers passed
         **dict.fromkeys(FLAGS, False),  # vLLM takes the first for true where it is not said
         LAYER: layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.unroll}],
-            "verifier": {
-                "name_or_path": target.get("path") or target.get("folder") or target.get("name"),  # opened by it
-                "architectures": target.get("architectures") or [],
-            },
-        },
+        "speculators_config": proposals("eagle3", drafter, target),
     }
     tensors = {
         "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor
         for name, tensor in tensors_of(drafter).items()
     }
     return Checkpoint(config, tensors)
+
+
+def proposals(algorithm: str, drafter: Drafter, target: dict[str, Any]) -> dict[str, Any]:
+    """What every checkpoint of this library says of how it drafts, and for whom."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.unroll}],
+        "verifier": {
+            "name_or_path": target.get("path") or target.get("folder") or target.get("name"),  # opened by it
+            "architectures": target.get("architectures") or [],
+        },
+    }

@@ -1,5 +1,9 @@
 """nvidia-modelopt: EAGLE-3, both directions. It has no reader for what it exports: its module gets the tensors by the
-names its exporter gives them, strictly. What its training forward, on its own target, has of `lm_head` is recorded."""
+names its exporter gives them, strictly. What its training forward, on its own target, has of `lm_head` is recorded.
+
+In training the norm of the embedding, `input_layernorm`, is applied to the features as well, before their own: by the
+layer of transformers, and again by the hook in front of its attention. Nobody who serves what it exports does that.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,20 @@ import torch
 from asked import config, main, recorded, shaken
 from modelopt.torch.export.plugins.hf_spec_export import EagleExporter
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+
+
+class OnlyForEmbeddings(nn.Module):
+    """A norm that lets the first of two pass: the layer calls it for the features, then the hook for the embedding."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm, self.passed = norm, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passed = not self.passed
+        return x if self.passed else self.norm(x)
 
 
 def made(asked: Any, sizes: dict[str, Any], layers: list[int], vocabulary: int) -> Any:
@@ -26,7 +43,8 @@ def made(asked: Any, sizes: dict[str, Any], layers: list[int], vocabulary: int) 
         "eagle_aux_hidden_state_layer_ids": layers,
     }
     base = AutoModelForCausalLM.from_pretrained(asked.target, dtype=torch.float32)
-    how = {"eagle_architecture_config": about, "eagle_ttt_steps": asked.depths}
+    how = {"eagle_architecture_config": about, "eagle_ttt_steps": asked.depths, "eagle_use_torch_compile": False}
+    how["eagle_export_rope_scaling"] = {}  # unless said, it exports another rope (yarn) than it was trained with
     return speculative.convert(base, [("eagle", how)])
 
 
@@ -42,7 +60,9 @@ def read(asked: Any) -> Any:
 
 
 def logits(model: Any, asked: Any, layers: list[int]) -> Any:
-    found = recorded(model.eagle_module.lm_head)
+    found, layer = recorded(model.eagle_module.lm_head), model.eagle_module.layers[0]
+    if asked.served:
+        layer.input_layernorm = OnlyForEmbeddings(layer.input_layernorm)
     model.train()
     model(input_ids=asked.ids[None])
     # step k rolls its states k places on, so that row t + k has the chain of t

@@ -32,9 +32,9 @@ def logits(model: Any, asked: Any) -> Any:
 
 def write(asked: Any) -> Any:
     kind = Qwen3Config if asked.method == "mtp" else LlamaConfig
-    layer = kind(num_hidden_layers=1, **asked.sizes)
+    # MTP takes from it the number of the layer whose state it reads
+    layer = kind(num_hidden_layers=asked.layers if asked.method == "mtp" else 1, **asked.sizes)
     if asked.method == "mtp":
-        layer.num_hidden_layers = asked.layers  # it reads the last state of so many layers
         proposal = GreedyTokenProposalConfig(speculative_tokens=asked.depths)
         about = SpeculatorsConfig(
             algorithm="mtp",
