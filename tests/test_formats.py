@@ -271,6 +271,42 @@ def test_released_modules_draft_what_they_did(family: str, mimo: bool, shards: b
         assert theirs.equal(mine)
 
 
+def test_modules_under_qwens_names_draft_what_they_did(tmp_path: Path) -> None:
+    target = target_of("qwen3")
+    options = SequentialOptions(name="mtp_sequential", modules=1, taps=(-1,), hand_on="normed")
+    ours = build(options.fitted(target), Shape.of(target)).eval()
+    ours.borrow(target)
+    for parameter in ours.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    names = {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "shared_head.norm": "norm",
+    }
+    tensors = {name: tensor.clone() for name, tensor in target.model.state_dict().items() if name != "lm_head.weight"}
+    for name, tensor in ours.state_dict().items():
+        head, _, kind = name.split(".", 2)[2].rpartition(".")
+        tensors[f"mtp.{names.get(head, f'layers.0.{head}')}.{kind}"] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    about = target.config.to_dict() | {"rope_parameters": ours.options.layer.rope}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    assert mtp.recognised(tmp_path)
+    read = mtp.load(tmp_path, target)
+    assert (read.taps, read.options.hand_on, read.options.layer) == ((-1,), "normed", ours.options.layer)
+    for theirs, mine in zip(chain_logits(read, target), chain_logits(ours, target), strict=True):
+        assert theirs.equal(mine)
+    gated = tensors["mtp.layers.0.self_attn.q_proj.weight"].repeat(2, 1)
+    for change, says in (
+        ({"mtp.layers.0.self_attn.q_proj.weight": gated}, "attention has a gate"),
+        ({"mtp.layers.0.mlp.experts.0.up_proj.weight": gated}, "is part of a mixture of experts"),
+        ({"mtp.layers.1.input_layernorm.weight": gated}, "mtp.layers.1.input_layernorm.weight belongs to no part"),
+    ):
+        save_file(tensors | change, tmp_path / "model.safetensors")
+        with pytest.raises(Refusal, match=says):
+            mtp.load(tmp_path, target)
+
+
 DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "missing": (lambda t: t.pop("model.layers.4.hnorm.weight"), "tensor model.layers.4.hnorm.weight is missing"),
     "extra": (

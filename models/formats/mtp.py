@@ -7,16 +7,19 @@ names and conventions; what a module does with its tensors is models/mtp_sequent
                                        shared_head.norm and a layer; embed_tokens and shared_head.head are copies
     MiMo's names                       model.mtp_layers.{k}.*: token_layernorm, hidden_layernorm,
                                        input_proj [state, embedding], final_layernorm and a layer
+    Qwen's names                       mtp.*: pre_fc_norm_embedding, pre_fc_norm_hidden, fc [embedding, state], norm,
+                                       and a layer under layers.0
 
-Both are read by vLLM from the output of the final norm (MiMo's: from its input) and hand on what their layer gives,
-before the norm; the embedding at position 0 counts as 0. transformers, whose config.json has `num_mtp_layers`, reads
-DeepSeek's names, hands on what its norm gives, and makes no difference at position 0. Others do otherwise:
-`method.taps`, `method.hand_on`, `method.zero_first` and `method.position_offset` say so where they are set.
+The first two are read by vLLM from the output of the final norm (MiMo's: from its input) and hand on what their layer
+gives, before the norm; the embedding at position 0 counts as 0. transformers, whose config.json has `num_mtp_layers`,
+reads DeepSeek's names, hands on what its norm gives, and makes no difference at position 0. So it is with Qwen's, which
+are read only, one module of them, and where its attention has no gate. Others do otherwise: `method.taps`,
+`method.hand_on`, `method.zero_first` and `method.position_offset` say so where they are set.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +53,12 @@ OF_MIMO = {
     "final_layernorm": "shared_head.norm",
 }
 TO_MIMO = {ours: theirs for theirs, ours in OF_MIMO.items()}
+QWEN = "mtp."
+TO_QWEN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm"}
 # what marks a block that is no ordinary decoder layer
 FOREIGN = {
     r"self_attn\.(kv_a|kv_b|q_a|q_b)_": "latent attention (MLA)",
-    r"mlp\.(experts|shared_experts|gate)\.": "a mixture of experts",
+    r"mlp\.(experts|shared_experts?|gate)\.": "a mixture of experts",
 }
 
 
@@ -69,7 +74,7 @@ def recognised(folder: str | Path) -> bool:
         names = tensor_files(folder, "")
     except Refusal:
         return False
-    return any(MIMO.fullmatch(name) or name.endswith(".eh_proj.weight") for name in names)
+    return _is_qwen(names) or any(MIMO.fullmatch(name) or name.endswith(".eh_proj.weight") for name in names)
 
 
 def load(folder: str | Path, target: Target, option: str = "drafter") -> Drafter:
@@ -81,7 +86,10 @@ def load(folder: str | Path, target: Target, option: str = "drafter") -> Drafter
     """
     folder, where = Path(folder), f"{option}={folder}"
     config, files = read_json(folder / "config.json", where), tensor_files(folder, where)
-    wanted = [name for number in _modules(list(files), config, where).values() for name in number.values()]
+    if _is_qwen(files):
+        wanted = [name for name in files if name.startswith(QWEN)]
+    else:
+        wanted = [name for number in _modules(list(files), config, where).values() for name in number.values()]
     found = Checkpoint(config, {})
     for file in sorted({files[name] for name in wanted}):
         found.tensors |= read_tensors(folder / file, where, [name for name in wanted if files[name] == file])
@@ -100,6 +108,8 @@ def load(folder: str | Path, target: Target, option: str = "drafter") -> Drafter
 def understood(found: Checkpoint, shape: Shape, where: str) -> Drafter:
     """The drafter made of the modules in a checkpoint; whatever else it holds is the target's. Raises Refusal."""
     config = found.config
+    if _is_qwen(found.tensors):
+        return _of_qwen(found, shape, where)
     modules = _modules(list(found.tensors), config, where)
     mimo, stitched = _is_mimo(found.tensors), "num_mtp_layers" in config
     first = 0 if mimo else _first_layer(config, where)
@@ -131,6 +141,45 @@ def understood(found: Checkpoint, shape: Shape, where: str) -> Drafter:
     return drafter.eval()
 
 
+def _of_qwen(found: Checkpoint, shape: Shape, where: str) -> Drafter:
+    tensors = {name: tensor for name, tensor in found.tensors.items() if name.startswith(QWEN)}
+    _check_ordinary(tensors, where)
+    rows, heads = tensors.get(f"{QWEN}layers.0.self_attn.q_proj.weight"), found.config.get("num_attention_heads")
+    size = found.config.get("head_dim")
+    if rows is not None and type(heads) is int and type(size) is int and len(rows) == 2 * heads * size:
+        raise Refusal(f"{where}: attention has a gate (q_proj has two rows for each it needs); that is not read")
+    return alone(tensors, _to_qwen, found.config, shape, where, taps=(-1,))
+
+
+def _to_qwen(name: str) -> str:
+    head, _, kind = name.rpartition(".")
+    return f"{QWEN}{TO_QWEN[head]}.{kind}" if head in TO_QWEN else f"{QWEN}layers.0.{name}"
+
+
+def alone(
+    tensors: dict[str, Tensor],
+    theirs: Callable[[str], str],
+    config: dict[str, Any],
+    shape: Shape,
+    where: str,
+    taps: tuple[int, ...],
+) -> Drafter:
+    """The drafter of a file with one module, which hands on what its last norm gives. Raises Refusal.
+
+    theirs: our name of a tensor -> the file's. config: of its layer. taps: what it reads.
+    """
+    names = {name.split("layers.0.")[-1] for name in tensors}
+    layer = layer_of(config, names, shape.hidden, where)
+    manifest = module_manifest(layer, shape.hidden)
+    check(tensors, {theirs(name): spec for name, spec in manifest.items()}, where)
+    options = SequentialOptions(
+        name=METHOD, modules=1, taps=taps, hand_on="normed", position_offset=0, zero_first=False, layer=layer
+    )
+    drafter = build(options, shape).to(dtype_of(tensors.values()))
+    load_tensors(drafter, {f"layers.{shape.layers}.{name}": tensors[theirs(name)] for name in manifest}, where)
+    return drafter.eval()
+
+
 def module_manifest(layer: LayerOptions, hidden: int) -> dict[str, Spec]:
     """Of one module, under our names."""
     norms = ("input_layernorm", "enorm", "hnorm", "shared_head.norm")
@@ -147,9 +196,7 @@ def _modules(names: list[str], config: dict[str, Any], where: str) -> dict[int, 
         found = (MIMO if mimo else DEEPSEEK).fullmatch(name)
         if found is not None and (number := int(found[1]) - first) >= 0:
             modules.setdefault(number, {})[from_mimo(found[2])] = name
-            for mark, kind in FOREIGN.items():
-                if re.search(mark, name):
-                    raise Refusal(f"{where}: {name} is part of {kind}; only ordinary decoder layers are read")
+            _check_ordinary([name], where)
     if not modules:
         raise Refusal(f"{where}: no MTP module there: no layer from {first} (num_hidden_layers) on")
     if set(modules) != set(range(len(modules))):
@@ -158,6 +205,17 @@ def _modules(names: list[str], config: dict[str, Any], where: str) -> dict[int, 
     if len(modules) > MOST:
         raise Refusal(f"{where}: {len(modules)} modules; at most {MOST} are read")
     return dict(sorted(modules.items()))
+
+
+def _check_ordinary(names: Iterable[str], where: str) -> None:
+    for name in names:
+        for mark, kind in FOREIGN.items():
+            if re.search(mark, name):
+                raise Refusal(f"{where}: {name} is part of {kind}; only ordinary decoder layers are read")
+
+
+def _is_qwen(names: Iterable[str]) -> bool:
+    return any(name.startswith(QWEN) for name in names)
 
 
 def _is_mimo(names: Any) -> bool:

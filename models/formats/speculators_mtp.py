@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.models.drafter import Drafter, Shape, build
+from paceline.models.drafter import Drafter, Shape
 from paceline.models.errors import Refusal
 from paceline.models.formats import mtp, speculators
 from paceline.models.formats.common import (
@@ -19,14 +19,12 @@ from paceline.models.formats.common import (
     base_config,
     biases,
     embedding,
-    layer_of,
     opened,
     tensors_of,
     without_copy,
 )
 from paceline.models.formats.speculators import KIND, LAYER
-from paceline.models.mtp_sequential import SequentialOptions
-from paceline.models.stored import check, dtype_of, load_tensors, read_json
+from paceline.models.stored import read_json
 from paceline.models.target import Target
 
 METHOD, FORMATS, ONTO_TARGET = "mtp_sequential", ("speculators",), False
@@ -61,17 +59,7 @@ def understood(found: Checkpoint, shape: Shape, where: str) -> Drafter:
     if config.get("num_hidden_layers") != shape.layers:
         said = str(config.get("num_hidden_layers"))[:40]
         raise Refusal(f"{where}: config.json: it reads the state behind layer {said}, the target has {shape.layers}")
-    names = {name.removeprefix(BEFORE) for name in found.tensors}
-    layer = layer_of(config, names, shape.hidden, where)
-    manifest = {BEFORE + mtp.to_mimo(name): spec for name, spec in mtp.module_manifest(layer, shape.hidden).items()}
-    check(found.tensors, manifest, where)
-    options = SequentialOptions(
-        name=METHOD, modules=1, taps=(shape.layers,), hand_on="normed", position_offset=0, zero_first=False, layer=layer
-    )
-    drafter = build(options, shape).to(dtype_of(found.tensors.values()))
-    ours = {f"layers.{shape.layers}.{mtp.from_mimo(name.removeprefix(BEFORE))}": t for name, t in found.tensors.items()}
-    load_tensors(drafter, ours, where)
-    return drafter.eval()
+    return mtp.alone(found.tensors, lambda name: BEFORE + mtp.to_mimo(name), config, shape, where, (shape.layers,))
 
 
 def faults(drafter: Drafter, format: str) -> Iterator[str]:
