@@ -43,6 +43,7 @@ _SCHEMAS: dict[str, type[Section]] = {
     "inspect_data": schema.InspectConfig,
     "joint": schema.JointConfig,
     "synthesize": schema.SynthesizeConfig,
+    "tune": schema.TuneConfig,
     "watch": schema.WatchConfig,
 }
 

@@ -265,7 +265,7 @@ class Train(Section):
 
 
 class Decode(Section):
-    tree: Literal["chain", "static", "dynamic"]
+    tree: Literal["chain", "static", "dynamic", "tuned"]
     depth: Positive | None
     nodes: Positive
     width: Positive
@@ -420,6 +420,8 @@ class TrainConfig(Section):
             raise Refusal(f"method: {name} has nothing to train; use it as drafter={name} in scripts/evaluate.py")
         if self.target.name == "export":
             raise Refusal("target: export names a drafter's target, there is no drafter yet; nearest: smollm2")
+        if self.decode.tree == "tuned":
+            raise Refusal("decode.tree: tuned is for an export that scripts/tune.py has tuned; nearest: static")
         check_depth(self.decode.depth, self.method.depth_limit())
         self._check_trunk()
         if vocab is not None and vocab < self.decode.width:
@@ -476,17 +478,8 @@ class _Drafted(Section):
         return drafter if drafter in words else existing("drafter", place(drafter), words)
 
 
-class EvaluateConfig(_Drafted):
-    """All of scripts/evaluate.py. `out` is never None here."""
-
-    seed: Seed
-    plain_file: Place | None = Field(alias="plain")  # Section.plain is a method
-    plain_prompts: Positive | None
-    hf_baseline: bool
-    hf_prompts: Positive | None
-    traces: Count
-    eval: Prompts
-    ngram: Any
+class _Beside(_Drafted):
+    """What writes beside an export unless told otherwise. `out` is never None here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -499,10 +492,45 @@ class EvaluateConfig(_Drafted):
         beside = str(export.parent if export.name == "export" else export)
         return data | {"out": f"outputs/{drafter}" if drafter in ("none", "ngram") else beside}
 
+
+class EvaluateConfig(_Beside):
+    """All of scripts/evaluate.py. `out` is never None here."""
+
+    seed: Seed
+    plain_file: Place | None = Field(alias="plain")  # Section.plain is a method
+    plain_prompts: Positive | None
+    hf_baseline: bool
+    hf_prompts: Positive | None
+    traces: Count
+    eval: Prompts
+    ngram: Any
+
     @model_validator(mode="after")
     def _otherwise_all(self) -> Self:
         if self.plain_prompts is not None and self.plain_file is None:
             raise Refusal("plain_prompts: without plain=FILE plain decoding answers every prompt; nearest: null")
+        return self
+
+    _options = field_validator("ngram", mode="before")(method_options)
+
+
+class TuneConfig(_Beside):
+    """All of scripts/tune.py."""
+
+    batches: Annotated[list[Positive], Field(min_length=1)]
+    eval: Prompts
+    repeats: Positive
+    grid: bool
+    ngram: Any
+
+    @model_validator(mode="after")
+    def _kept_in_an_export(self) -> Self:
+        if self.drafter in ("none", "ngram"):
+            raise Refusal(f"drafter: {self.drafter} is no folder that could keep what is found; give an export")
+        if self.decode.tree == "tuned":
+            raise Refusal("decode.tree: tuned is what scripts/tune.py looks for; nearest: static")
+        if self.decode.drafts != "likeliest":
+            raise Refusal(f"decode.drafts: {self.decode.drafts} drafts are not judged by text; nearest: likeliest")
         return self
 
     _options = field_validator("ngram", mode="before")(method_options)

@@ -3,13 +3,15 @@
     config.json          what serving engines look for in this method's files
     model.safetensors    every trained tensor and the draft vocabulary; nothing borrowed from the target
     README.md            the model card
-    drafter.json         method and options, taps, slot convention, target fingerprint, tree, provenance, acceptance
+    drafter.json         method and options, taps, slot convention, target fingerprint, tree, provenance, acceptance;
+                         `tuned`, once scripts/tune.py has been there
     trunk/               where the target was trained with it: what changed (models/trunk.py)
 
 Knows the folder and its checks. Does not know how a drafter was trained or what its tree is good for.
 """
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,14 @@ def save_export(
             (work / name).write_text(json.dumps(content, indent=2) + "\n")
         (work / "README.md").write_text(card(drafter, description))
     return folder
+
+
+def amend(folder: str | Path, **about: Any) -> None:
+    """Set entries of drafter.json, such as `tuned`; the file changes whole or not at all."""
+    file = Path(folder) / "drafter.json"
+    unfinished = file.with_name(f".{file.name}-{os.getpid()}")
+    unfinished.write_text(json.dumps(read_json(file, f"drafter={folder}") | about, indent=2) + "\n")
+    unfinished.replace(file)
 
 
 def describe(folder: str | Path, option: str = "drafter") -> dict[str, Any]:

@@ -124,10 +124,13 @@ def _ngram(cfg: Any, target: Target, stops: list[int]) -> Way:
 def _trained(option: str) -> Callable[[Any, Target, list[int]], Way]:
     def way(cfg: Any, target: Target, stops: list[int]) -> Way:
         from paceline.models.export import load_export
-        from paceline.scripts.decoding import shape_for
+        from paceline.scripts.decoding import settled, shape_for
 
         drafter, about = load_export(getattr(cfg, option), target, cfg.dtype, option)
-        return _ours(cfg, target, stops, drafter, shape_for(cfg.decode, drafter, about))
+        tuned = cfg.decode.tree != "tuned" or "tuned" in about
+        asked = cfg.decode if tuned else cfg.decode.model_copy(update={"tree": "static"})
+        shape = shape_for(settled(asked, about, 1, getattr(cfg, option)), drafter, about)
+        return _ours(cfg, target, stops, drafter if shape.depth else None, shape)
 
     return way
 

@@ -4,6 +4,7 @@ What drafter.json alone gives away is refused before the target loads. Does not 
 """
 
 import json
+import math
 import os
 import platform
 import re
@@ -30,7 +31,8 @@ class Runtime:
     """A target ready to decode with its drafter (`decoder`) and alone (`plain`), in the same loop.
 
     stops: ids that end an answer. drafter, target: what they are, in plain types. original: the target as it was before
-    it was trained with the drafter; the same where it was not. exact: whether bits are promised.
+    it was trained with the drafter; the same where it was not. exact: whether bits are promised. decode: the options of
+    cfg, a tuned tree filled in.
     """
 
     tokenizer: Any
@@ -42,11 +44,16 @@ class Runtime:
     target: dict[str, Any]
     original: Target
     exact: bool
+    decode: Any
 
 
-def runtime(cfg: Any) -> Runtime:
-    """Load what `cfg` (EvaluateConfig or GenerateConfig) asks for. Raises Refusal, or BadData for a tokenizer."""
+def runtime(cfg: Any, rows: int = 1) -> Runtime:
+    """Load what `cfg` (of a script that decodes) asks for. rows: how many are decoded together, where a tree is tuned.
+
+    Raises Refusal, or BadData for a tokenizer.
+    """
     about = describe(cfg.drafter) if cfg.drafter not in ("none", "ngram") else {}
+    asked = settled(cfg.decode, about, rows, cfg.drafter)
     meant = target_of(cfg, about)
     where = folder(meant.name, meant.path)
     device = device_of(meant.device)
@@ -60,12 +67,14 @@ def runtime(cfg: Any) -> Runtime:
             print("paceline: the drafter was trained under another chat template; it will guess worse", file=sys.stderr)
     elif cfg.drafter == "ngram":
         drafter = build(cfg.ngram, Sizes.of(target))
-    asked = cfg.decode
     exact = promised(target, asked.exact)
     shape = shape_for(asked, drafter, about)
+    if cfg.decode.tree == "tuned":
+        _note_of_another_place(about["tuned"], made_by(target, cfg.dtype))
+    verify, sampled = VERIFIERS[asked.verify], asked.drafts == "sampled"
     return Runtime(
         tokenizer,
-        Decoder(target, drafter, shape, VERIFIERS[asked.verify], timed=True, sampled=asked.drafts == "sampled"),
+        Decoder(target, drafter if shape.depth else None, shape, verify, timed=True, sampled=sampled),
         Decoder(target, timed=True),
         Sampler(asked.temperature, asked.top_k, asked.top_p, asked.seed),
         stop_ids(tokenizer),
@@ -85,6 +94,7 @@ def runtime(cfg: Any) -> Runtime:
         },
         original,
         exact,
+        asked,
     )
 
 
@@ -102,6 +112,45 @@ def promised(target: Target, exact: bool | None) -> bool:
             raise
         return False
     return True
+
+
+def settled(asked: Any, about: dict[str, Any], rows: int, drafter: str) -> Any:
+    """The `decode` options `asked`, what is tuned filled in with the choice of `about` for the nearest size of batch.
+
+    Raises Refusal where nothing was tuned.
+    """
+    if asked.tree != "tuned":
+        return asked
+    choices = (about.get("tuned") or {}).get("choices")
+    if not choices:
+        hint = f"python scripts/tune.py drafter={drafter}" if about else "only an export can be"
+        raise Refusal(f"decode.tree: drafter={drafter} has not been tuned ({hint}); nearest: static")
+    choice = choices[min(choices, key=lambda size: abs(math.log(int(size) / rows)))]
+    names = ("nodes", "depth", "width", "node_cost", "depth_cost")
+    found = {name: choice[name] for name in names}
+    plain = {"tree": "chain", "nodes": 1, "depth": None}
+    return asked.model_copy(update=plain if choice["tree"] == "plain" else found | {"tree": choice["tree"]})
+
+
+def made_by(target: Target, dtype: str) -> dict[str, Any]:
+    """What costs depend on."""
+    return {
+        "machine": _machine(target.device),
+        "device": str(target.device),
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "torch": version("torch"),
+    }
+
+
+def _note_of_another_place(tuned: dict[str, Any], here: dict[str, Any]) -> None:
+    there = tuned["cost"]["made"]
+    other = [f"{name} {there.get(name)}, here {value}" for name, value in here.items() if there.get(name) != value]
+    if other:
+        print(
+            f"paceline: the tree was tuned elsewhere ({'; '.join(other)}): scripts/tune.py tunes it here",
+            file=sys.stderr,
+        )
 
 
 def shape_for(asked: Any, drafter: Drafter | None, about: dict[str, Any]) -> Shape:
@@ -140,7 +189,7 @@ def target_of(cfg: Any, about: dict[str, Any]) -> Any:
 
 def setting(cfg: Any, ready: Runtime) -> dict[str, Any]:
     """How and where it was decoded. The tree is the one really drafted: `static` is a chain where there is no tree."""
-    shape, asked = ready.decoder.shape, cfg.decode
+    shape, asked = ready.decoder.shape, ready.decode
     if isinstance(shape, DynamicShape):
         tree = "dynamic"
     else:

@@ -57,7 +57,7 @@ def run(cfg: Any) -> None:
     from paceline.scripts.watch import LONGEST, traces
 
     asked = prompts(cfg.eval.prompts, cfg.eval.limit)
-    ready = runtime(cfg)
+    ready = runtime(cfg, cfg.eval.batch)
     ids = [prompt_ids(ready.tokenizer, prompt.messages) for prompt in asked]
     _fit(cfg, ready, asked, ids)
     ways = _ways(cfg, ready)
