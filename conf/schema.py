@@ -271,11 +271,16 @@ class Decode(Section):
     width: Positive
     node_cost: Share
     depth_cost: Weight
+    lookup: Count
     drafts: Literal["likeliest", "sampled"]
     verify: Literal["walk", "reject", "typical"]
     temperature: Weight
     top_k: Count
     top_p: TopP
+    min_p: Share
+    repetition_penalty: Rate
+    presence_penalty: Annotated[float, Field(allow_inf_nan=False)]
+    min_new_tokens: Count
     seed: Seed
     exact: bool | None
 
@@ -308,6 +313,10 @@ class Decode(Section):
         if self.verify != "reject":
             raise Refusal(f"decode.verify: {self.verify} is not for decode.drafts=sampled; nearest: reject")
         return self
+
+
+# The `decode` options that change what is greedily chosen, where they change nothing.
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "min_new_tokens": 0}
 
 
 def exact_in(dtype: str, decode: Decode, known: tuple[str, ...]) -> None:
@@ -422,6 +431,8 @@ class TrainConfig(Section):
             raise Refusal("target: export names a drafter's target, there is no drafter yet; nearest: smollm2")
         if self.decode.tree == "tuned":
             raise Refusal("decode.tree: tuned is for an export that scripts/tune.py has tuned; nearest: static")
+        if self.decode.lookup:
+            raise Refusal("decode.lookup: training measures the drafter alone; nearest: 0")
         check_depth(self.decode.depth, self.method.depth_limit())
         self._check_trunk()
         if vocab is not None and vocab < self.decode.width:
@@ -469,6 +480,10 @@ class _Drafted(Section):
     @model_validator(mode="after")
     def _exact(self) -> "_Drafted":
         exact_in(self.dtype, self.decode, ("bfloat16",))
+        if self.decode.lookup and self.drafter in ("none", "ngram"):
+            raise Refusal(
+                f"decode.lookup: it goes before a trained drafter, not with drafter={self.drafter}; nearest: 0"
+            )
         return self
 
     @field_validator("drafter", mode="wrap")
@@ -713,6 +728,7 @@ BenchmarkRow = Literal[
     "paceline-ngram",
     "paceline-medusa",
     "paceline-eagle3",
+    "paceline-hybrid",
     "economize-medusa",
     "economize-eagle3",
 ]
@@ -733,6 +749,7 @@ class BenchmarkConfig(Section):
     decode: Decode
     eval: Prompts
     prompt_lookup: Positive
+    lookup: Positive
     medusa: Place
     eagle3: Place
     economize_medusa: Place | None
@@ -742,8 +759,9 @@ class BenchmarkConfig(Section):
     @model_validator(mode="after")
     def _greedy(self) -> Self:
         exact_in(self.dtype, self.decode, ("bfloat16",))
-        if self.decode.temperature > 0 or self.decode.verify != "walk":
-            raise Refusal("decode.temperature, decode.verify: every row is greedy and exact; nearest: 0.0 and walk")
+        for name, value in (*NEUTRAL.items(), ("temperature", 0.0), ("verify", "walk")):
+            if getattr(self.decode, name) != value:
+                raise Refusal(f"decode.{name}: every row decodes greedily, as the others can; nearest: {value}")
         return self
 
     _options = field_validator("ngram", mode="before")(method_options)

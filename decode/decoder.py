@@ -251,7 +251,8 @@ class Stream(Iterator[Emitted]):
             if held is not None:
                 hidden = held.add(ids[0, known:].tolist(), hidden)
             first = self.sampler.choose(
-                self._logits(ends), [(self.keys[row], len(self._prompts[row])) for row in self._live]
+                self._adjusted(self._logits(ends)[:, None])[:, 0],
+                [(self.keys[row], len(self._prompts[row])) for row in self._live],
             )
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         verified = Verified.of(hidden, ids, first, positions, count)
@@ -288,7 +289,7 @@ class Stream(Iterator[Emitted]):
                     )
             with self._timed("target"):
                 hidden, last = self.target(tree.tokens, taps, tree=tree.ancestors, cache=cache)
-                logits = self._logits(last)
+                logits = self._adjusted(self._logits(last), tree)
             self.generation.passes += 1
             with self._timed("verify"):
                 verdict = self.decoder.verify(tree, logits, self.sampler, places)
@@ -316,6 +317,14 @@ class Stream(Iterator[Emitted]):
     def _logits(self, last: Tensor) -> Tensor:
         """[..., H] -> logits over the ids the tokenizer knows: rows that only pad the table are never chosen."""
         return self.target.head(last)[..., : self.target.vocab]
+
+    def _adjusted(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
+        """Where the sampler looks back, at the text and the path to each node. [B, N, V]."""
+        if not self.sampler.looks_back:
+            return logits
+        texts = [(self._prompts[row], self.generation.tokens[row]) for row in self._live]
+        path = () if tree is None else (tree.tokens, tree.ancestors)
+        return self.sampler.adjusted(logits, texts, self.eos, *path)
 
     def _emit(
         self, fresh: list[list[int]], tree: DraftTree | None = None, paths: list[list[int]] | None = None

@@ -1,14 +1,15 @@
-"""How a token is chosen: the distribution that temperature, top-k and top-p make of logits, and the noise that draws.
+"""How a token is chosen: what penalties, temperature, top-k, top-p and min-p make of logits, and the noise that draws.
 
 Knows neither trees nor models. All randomness of decoding goes through `Sampler.pick`, `Sampler.draw` and
 `Sampler.accepts`, keyed by (seed, row, absolute position, draw), so that a test can enumerate every outcome.
 
-    Legend: R rows, V ids.
+    Legend: R rows, V ids, B rows of a batch, N nodes.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,22 +23,76 @@ Place = tuple[int, int]  # (row key, absolute position of the token being chosen
 class Sampler:
     """The distribution a token is chosen from, and the noise that chooses it.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 are off. A token's noise depends on (seed, row, position) alone: a row
-    says the same in any batch, and `walk` on a deterministic tree gives token for token what plain decoding gives.
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off; min_p leaves out what is less likely than that share
+    of the likeliest. repetition_penalty (1: off; Keskar et al. 2019) divides positive logits of tokens that the text
+    has said, the prompt included, and multiplies negative ones. presence_penalty (0: off) is taken from the logits of
+    tokens that the answer has said. No stop token is chosen before the answer has min_new_tokens. A token's noise
+    depends on (seed, row, position) alone: a row says the same in any batch, and `walk` on a deterministic tree gives
+    token for token what plain decoding gives.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    min_new_tokens: int = 0
+
+    @classmethod
+    def of(cls, options: Any) -> "Sampler":
+        """From whatever has a sampler's fields by name, as the `decode` options have."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
     @property
     def greedy(self) -> bool:
         # below 1e-4 a logit gap of 1e-2 already decides with odds of e^100
         return self.temperature < 1e-4
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether the choice depends on the tokens before it, so that logits need `adjusted`."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.min_new_tokens > 0
+
+    def adjusted(
+        self,
+        logits: Tensor,
+        texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+        stops: Iterable[int],
+        tokens: Tensor | None = None,
+        ancestors: Tensor | None = None,
+    ) -> Tensor:
+        """[B, N, V] logits at N nodes -> what the penalties make of them, float32, as if each node's path were text.
+
+        Args:
+            texts: (prompt, answer so far) of each row; the answer's last token is the root.
+            stops: ids that may not be chosen before min_new_tokens.
+            tokens: [B, N] of the nodes, root first, and their `ancestors` [B, N, N]; None for the text itself, N = 1.
+        """
+        rows, nodes, size = logits.shape
+        said = torch.zeros(2, rows, 1, size, dtype=torch.bool, device=logits.device)  # anywhere; in the answer
+        for row, (prompt, answer) in enumerate(texts):
+            said[0, row, 0, list(prompt)] = True
+            said[:, row, 0, list(answer)] = True
+        count = torch.tensor([[len(answer)] for _, answer in texts], device=logits.device)
+        if tokens is not None and ancestors is not None:
+            path = logits.new_zeros(rows, nodes, size, dtype=torch.float32)
+            for node in range(1, nodes):
+                path.scatter_add_(
+                    2, tokens[:, node, None, None].expand(-1, nodes, 1), ancestors[:, :, node, None].float()
+                )
+            said = said | (path > 0)
+            count = count + ancestors.sum(-1) - 1
+        logits = logits.float()
+        scaled = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+        logits = torch.where(said[0], scaled, logits) - self.presence_penalty * said[1]
+        ends = torch.zeros(size, dtype=torch.bool, device=logits.device)
+        ends[list(stops)] = True
+        return logits.masked_fill(ends & (count < self.min_new_tokens)[..., None], -torch.inf)
+
     def probs(self, logits: Tensor) -> Tensor:
-        """[..., V] logits -> the float32 (float64 if given so) distribution after temperature, top-k and top-p."""
+        """[..., V] logits -> the float32 (float64 if given so) distribution after temperature and all that cuts off."""
         scaled = logits if logits.dtype == torch.float64 else logits.float()
         if self.greedy:
             return torch.zeros_like(scaled).scatter(-1, scaled.argmax(-1, keepdim=True), 1.0)
@@ -46,7 +101,12 @@ class Sampler:
             least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
         probs = scaled.softmax(-1)
-        return _nucleus(probs, self.top_p) if self.top_p < 1.0 else probs
+        if self.top_p < 1.0:
+            probs = _nucleus(probs, self.top_p)
+        if self.min_p > 0.0:
+            probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
 
     def choose(self, logits: Tensor, places: Sequence[Place]) -> list[int]:
         """[R, V] logits -> the token each of R rows chooses; the target's own choice, in plain decoding too."""

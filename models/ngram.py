@@ -58,7 +58,7 @@ class Ngram(Drafter):
         if depth == 0:  # the rows are newly verified text
             for row, (words, count) in enumerate(zip(tokens.tolist(), ctx.count.tolist(), strict=True)):
                 ctx.memory[row].extend(words[:count])
-                found[row] = [[self._after_last_match(ctx.memory[row])] * 2] * len(words)
+                found[row] = [[self.last_match(ctx.memory[row])[0]] * 2] * len(words)
         state = [[ctx.memory[row][at] if at >= 0 else -1 for at, _ in nodes] for row, nodes in enumerate(found)]
         # read past the end of the text, the copy goes on with what it has itself drafted: the stretch repeats
         onward = [
@@ -73,10 +73,16 @@ class Ngram(Drafter):
         logits = torch.full((*state.shape[:-1], self.shape.vocab), -torch.inf, device=state.device)
         return logits.scatter_(-1, state.clamp(min=0), torch.where(known, 0.0, -torch.inf))
 
-    def _after_last_match(self, text: list[int]) -> int:
-        for length in range(min(self.options.longest, len(text) - 1), self.options.shortest - 1, -1):
-            ending = text[-length:]
-            for start in range(len(text) - length - 1, -1, -1):
-                if text[start : start + length] == ending:
-                    return start + length
-        return -1
+    def last_match(self, text: list[int]) -> tuple[int, int]:
+        """Where the text went on after the longest, and of these the latest, earlier occurrence of its own ending, and
+        that ending's length; (-1, 0) where none is as long as `shortest`."""
+        best = -1, 0
+        for after in range(len(text) - 1, 0, -1):
+            length = 0
+            while length < min(after, self.options.longest) and text[after - 1 - length] == text[-1 - length]:
+                length += 1
+            if length > best[1]:
+                best = after, length
+                if length == self.options.longest:
+                    break
+        return best if best[1] >= self.options.shortest else (-1, 0)

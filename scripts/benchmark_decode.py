@@ -72,6 +72,7 @@ def decode(cfg: Any) -> Iterator[dict[str, Any]]:
 _DRAFTERS = {
     "paceline-medusa": "medusa",
     "paceline-eagle3": "eagle3",
+    "paceline-hybrid": "eagle3",
     "economize-medusa": "economize_medusa",
     "economize-eagle3": "economize_eagle3",
 }
@@ -121,14 +122,16 @@ def _ngram(cfg: Any, target: Target, stops: list[int]) -> Way:
     return _ours(cfg, target, stops, drafter, shape_of("chain", cfg.decode.nodes, None, 1, drafter))
 
 
-def _trained(option: str) -> Callable[[Any, Target, list[int]], Way]:
+def _trained(option: str, hybrid: bool = False) -> Callable[[Any, Target, list[int]], Way]:
     def way(cfg: Any, target: Target, stops: list[int]) -> Way:
         from paceline.models.export import load_export
-        from paceline.scripts.decoding import settled, shape_for
+        from paceline.scripts.decoding import settled, shape_for, tuned_as, with_lookup
 
         drafter, about = load_export(getattr(cfg, option), target, cfg.dtype, option)
-        tuned = cfg.decode.tree != "tuned" or "tuned" in about
-        asked = cfg.decode if tuned else cfg.decode.model_copy(update={"tree": "static"})
+        asked = cfg.decode.model_copy(update={"lookup": cfg.lookup if hybrid else 0})
+        if asked.tree == "tuned" and tuned_as(asked) not in about:
+            asked = asked.model_copy(update={"tree": "static"})
+        drafter = with_lookup(drafter, asked)
         shape = shape_for(settled(asked, about, 1, getattr(cfg, option)), drafter, about)
         return _ours(cfg, target, stops, drafter if shape.depth else None, shape)
 
@@ -223,6 +226,7 @@ _WAYS: dict[str, Callable[[Any, Target, list[int]], Way]] = {
     "paceline-ngram": _ngram,
     "paceline-medusa": _trained("medusa"),
     "paceline-eagle3": _trained("eagle3"),
+    "paceline-hybrid": _trained("eagle3", hybrid=True),
     "economize-medusa": _economize("economize_medusa"),
     "economize-eagle3": _economize("economize_eagle3"),
 }

@@ -169,12 +169,14 @@ def _asked(cfg: Any, own: list[str], temperature: float) -> list[str]:
 
 def _decoding(cfg: Any, run: Run, temperature: float) -> Job:
     """The job of decoding with a drafter that there is by now."""
+    from paceline.decode import Sampler
+
     asked, places = _asked(cfg, run.evaluate, temperature), [f"drafter={quoted(run.export)}"]
     of = load("evaluate", "drafter=none", *asked)
     prompts = _digest(Path(of.eval.prompts))
     if cfg.plain_prompts is not None:
         # the target's own outputs are computed once for all who have a target and a sampler in common
-        sampler = [getattr(of.decode, name) for name in ("temperature", "top_k", "top_p", "seed")]
+        sampler = asdict(Sampler.of(of.decode))
         common = [of.target.plain(), run.about().get("trunk"), of.dtype, of.eval.plain(), prompts, sampler]
         name = hashlib.sha256(json.dumps(common).encode()).hexdigest()[:12]
         asked.append(f"plain_prompts={cfg.plain_prompts}")

@@ -10,7 +10,7 @@ import platform
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from paceline.models.drafter import Drafter, build, check_depth, options
 from paceline.models.drafter import Shape as Sizes
 from paceline.models.errors import Refusal
 from paceline.models.export import describe, load_export, load_trunk
+from paceline.models.hybrid import Hybrid
 from paceline.models.target import Target, device_of, folder
 
 
@@ -63,6 +64,7 @@ def runtime(cfg: Any, rows: int = 1) -> Runtime:
     if about:
         target = load_trunk(cfg.drafter, original, meant.trust_remote_code)
         drafter, about = load_export(cfg.drafter, target, cfg.dtype)
+        drafter = with_lookup(drafter, asked)
         if about["target"].get("template_sha256") not in (None, template_hash(tokenizer)):
             print("paceline: the drafter was trained under another chat template; it will guess worse", file=sys.stderr)
     elif cfg.drafter == "ngram":
@@ -70,16 +72,16 @@ def runtime(cfg: Any, rows: int = 1) -> Runtime:
     exact = promised(target, asked.exact)
     shape = shape_for(asked, drafter, about)
     if cfg.decode.tree == "tuned":
-        _note_of_another_place(about["tuned"], made_by(target, cfg.dtype))
+        _note_of_another_place(about[tuned_as(asked)], made_by(target, cfg.dtype, exact))
     verify, sampled = VERIFIERS[asked.verify], asked.drafts == "sampled"
     return Runtime(
         tokenizer,
         Decoder(target, drafter if shape.depth else None, shape, verify, timed=True, sampled=sampled),
         Decoder(target, timed=True),
-        Sampler(asked.temperature, asked.top_k, asked.top_p, asked.seed),
+        Sampler.of(asked),
         stop_ids(tokenizer),
         {
-            "name": drafter.options.name if drafter is not None else "none",
+            "name": drafter.options.name + " and lookup" * bool(asked.lookup) if drafter is not None else "none",
             "path": cfg.drafter if about else None,
             "options": drafter.options.model_dump(mode="json") if drafter is not None else None,
             "parameters": sum(p.numel() for p in drafter.parameters()) if drafter is not None else 0,
@@ -121,7 +123,7 @@ def settled(asked: Any, about: dict[str, Any], rows: int, drafter: str) -> Any:
     """
     if asked.tree != "tuned":
         return asked
-    choices = (about.get("tuned") or {}).get("choices")
+    choices = (about.get(tuned_as(asked)) or {}).get("choices")
     if not choices:
         hint = f"python scripts/tune.py drafter={drafter}" if about else "only an export can be"
         raise Refusal(f"decode.tree: drafter={drafter} has not been tuned ({hint}); nearest: static")
@@ -132,12 +134,23 @@ def settled(asked: Any, about: dict[str, Any], rows: int, drafter: str) -> Any:
     return asked.model_copy(update=plain if choice["tree"] == "plain" else found | {"tree": choice["tree"]})
 
 
-def made_by(target: Target, dtype: str) -> dict[str, Any]:
+def tuned_as(asked: Any) -> str:
+    """The entry of drafter.json that holds what is tuned: with a lookup, other trees pay."""
+    return "tuned_with_lookup" if asked.lookup else "tuned"
+
+
+def with_lookup(drafter: Drafter, asked: Any) -> Drafter:
+    """The drafter, or with `decode.lookup` both as one."""
+    return Hybrid(drafter, asked.lookup) if asked.lookup else drafter
+
+
+def made_by(target: Target, dtype: str, exact: bool) -> dict[str, Any]:
     """What costs depend on."""
     return {
         "machine": _machine(target.device),
         "device": str(target.device),
         "dtype": dtype,
+        "exact": exact,
         "threads": torch.get_num_threads(),
         "torch": version("torch"),
     }
@@ -204,10 +217,7 @@ def setting(cfg: Any, ready: Runtime) -> dict[str, Any]:
         "drafts": asked.drafts,
         "verify": asked.verify,
         "lossy": asked.verify == "typical",
-        "temperature": asked.temperature,
-        "top_k": asked.top_k,
-        "top_p": asked.top_p,
-        "seed": asked.seed,
+        **asdict(ready.sampler),
         "threads": torch.get_num_threads(),
         "device": str(ready.decoder.target.device),
         "machine": _machine(ready.decoder.target.device),

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
@@ -170,7 +170,8 @@ def _ways(cfg: Any, ready: Runtime) -> dict[str, Way]:
 
     ways = {DRAFTED: by(ready.decoder), PLAIN: by(ready.plain)}
     # transformers samples with other noise and pads batches: only greedy, prompt by prompt, is it the same work
-    if cfg.hf_baseline and cfg.plain_file is None and ready.sampler.greedy and cfg.eval.batch == 1:
+    alike = ready.sampler.greedy and not ready.sampler.looks_back and cfg.eval.batch == 1
+    if cfg.hf_baseline and cfg.plain_file is None and alike:
         ways[GENERATE] = generate
     return ways
 
@@ -245,7 +246,7 @@ def _made(cfg: Any, ready: Runtime, ids: list[list[int]]) -> dict[str, Any]:
         "sha256 of the prompts' ids": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         "eval.max_new_tokens": cfg.eval.max_new_tokens,
         "stop ids": sorted(ready.stops),
-        **{f"decode.{name}": getattr(cfg.decode, name) for name in ("temperature", "top_k", "top_p", "seed")},
+        **{f"decode.{name}": value for name, value in asdict(ready.sampler).items()},
         "decode.exact": ready.exact,
     }
 
@@ -465,6 +466,8 @@ def _first_difference(ready: Runtime, ids: list[int], plain: list[int], drafted:
     with torch.no_grad():
         _, last = target(torch.tensor([ids + plain[:position]], device=target.device))
         logits = target.head(last[0, -1])[: target.vocab].float()
+        if ready.sampler.looks_back:
+            logits = ready.sampler.adjusted(logits[None, None], [(ids, plain[:position])], ready.stops)[0, 0]
     best, runner_up = logits.topk(2).values.tolist()
     scale = float(logits.abs().max())
     chosen = [float(logits[token]) for token in (first, second) if token is not None]
@@ -567,7 +570,11 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
     trained_too = "" if target["trunk"] == "frozen" else f" as it was trained with the drafter ({target['trunk']})"
     kind = how["tree"] if how["tree"] == "chain" else f"{how['tree']} tree"
     draft = f"{kind} of depth {{depth}}, {{nodes}} nodes a pass, drafts={{drafts}}, verify={{verify}}"
-    choice = "temperature {temperature}, top_k {top_k}, top_p {top_p}" if how["temperature"] else "greedy"
+    choice = (
+        "temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p {min_p}" if how["temperature"] else "greedy"
+    )
+    looks_back = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "min_new_tokens": 0}
+    choice = ", ".join([choice, *(f"{name} {how[name]}" for name, off in looks_back.items() if how[name] != off)])
     results = (
         (speed["speedup"], "times as fast as without a drafter"),
         (report["acceptance"]["mean_acceptance_length"], "tokens per pass of the target instead of 1"),

@@ -191,7 +191,8 @@ class Talk:
         self.notes.print(
             f"{count} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s"
             + ("" if length is None else f", {length:.2f} tokens per pass of the target (mean acceptance length)")
-            + (f"; cut at max_new_tokens={cfg.max_new_tokens}" if cut else ""),
+            + (f"; cut at max_new_tokens={cfg.max_new_tokens}" if cut else "")
+            + ("; LOSSY: verify=typical" if cfg.decode.verify == "typical" else ""),
             style="dim",
         )
         answer = {

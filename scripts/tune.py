@@ -33,7 +33,7 @@ def run(cfg: Any) -> None:
     from paceline.decode.cost import measure
     from paceline.decode.pays import play, prospects
     from paceline.models.export import amend, describe
-    from paceline.scripts.decoding import made_by, runtime, write_json
+    from paceline.scripts.decoding import made_by, runtime, tuned_as, write_json
 
     ready, console = runtime(cfg), Console()
     if not console.is_terminal:
@@ -44,7 +44,7 @@ def run(cfg: Any) -> None:
     ids = [prompt_ids(ready.tokenizer, prompt.messages) for prompt in prompts(cfg.eval.prompts, cfg.eval.limit)]
     played, proved = ids[::2], ids[1::2] or ids  # the bundled categories take turns: both see all of them
     console.print("costs of a round: " + ", ".join(f"batch {rows}" for rows in cfg.batches), highlight=False)
-    cost = measure(target, drafter, cfg.batches, made_by(target, cfg.dtype))
+    cost = measure(target, drafter, cfg.batches, made_by(target, cfg.dtype, ready.exact))
     console.print(f"the drafter over the target's answers to {len(played)} prompts", highlight=False)
     record = play(target, drafter, _answered(cfg, ready, played), paths)
     choices, batches = {}, {}
@@ -61,7 +61,7 @@ def run(cfg: Any) -> None:
         }
         _show(console, rows, batches[str(rows)][MEASURED], choices[str(rows)])
     about = {"cost": cost.as_dict(), "choices": choices}
-    amend(cfg.drafter, tuned=about)
+    amend(cfg.drafter, **{tuned_as(cfg.decode): about})
     file = Path(cfg.out) / "tune.json"
     write_json(file, {"drafter": ready.drafter, "target": ready.target, **about, "batches": batches})
     draw(file.with_suffix(".png"), batches, choices)

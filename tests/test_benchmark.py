@@ -58,6 +58,7 @@ def test_every_row_decodes_the_same_prompts_to_the_same_text(drafters: list[str]
     lengths = {row["name"]: row["mean_acceptance_length"] for row in measured}
     assert lengths["hf-generate"] == lengths["paceline-plain"] == 1
     assert lengths["hf-prompt-lookup"] > 1 < lengths["paceline-ngram"] and lengths["paceline-medusa"] > 1
+    assert lengths["paceline-hybrid"] > lengths["paceline-eagle3"], "its text repeats itself"
 
 
 def test_a_row_that_says_something_else_is_found_out(
@@ -91,7 +92,7 @@ def test_the_schema_knows_the_rows() -> None:
         (["only=[paceline-eagel3]"], "nearest: paceline-eagle3"),
         (["medusa=/nowhere"], "medusa: paceline-medusa decodes with the drafter at /nowhere, which is not there"),
         (["only=[economize-medusa]"], "economize"),
-        (["decode.temperature=0.7"], "every row is greedy"),
+        (["decode.temperature=0.7"], "every row decodes greedily"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_model_loads(

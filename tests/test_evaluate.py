@@ -21,7 +21,8 @@ PATHS = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0]]
 SMALL = ["eval.limit=4", "eval.max_new_tokens=12", "dtype=float32"]
 KEYS = {
     "": "drafter target setting acceptance speed time by_category by_context intervals prompts exactness drift trace",
-    "setting": "dtype exact tree depth nodes width drafts verify lossy temperature top_k top_p seed batch prompts "
+    "setting": "dtype exact tree depth nodes width drafts verify lossy temperature top_k top_p min_p "
+    "repetition_penalty presence_penalty min_new_tokens seed batch prompts "
     "num_prompts max_new_tokens plain plain_prompts threads device machine command paceline torch transformers",
     "acceptance": "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos mean_acceptance_length "
     "draft_acceptance_rate per_position_acceptance_rate conditional_acceptance_rate",

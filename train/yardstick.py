@@ -77,7 +77,7 @@ class Yardstick:
         paths = best_static(there, LARGEST_TREE, depth).paths
         costs = decode.node_cost, decode.depth_cost
         shape = shape_of(decode.tree, decode.nodes, decode.depth, decode.width, exported, paths, *costs)
-        sampler = Sampler(decode.temperature, decode.top_k, decode.top_p, decode.seed)
+        sampler = Sampler.of(decode)
         decoder = Decoder(target, exported, shape, VERIFIERS[decode.verify], sampled=decode.drafts == "sampled")
         generation = decoder.generate(self.prompts, self.cfg.eval.max_new_tokens, sampler=sampler, eos=self.eos)
         text = _ranks(exported, target, self.text, depth)
