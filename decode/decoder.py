@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.decode import hf
 from paceline.decode.report import AcceptanceReport
 from paceline.decode.sampler import Sampler
 from paceline.decode.trace import Round, rounds
@@ -131,6 +132,20 @@ class Decoder:
         for _ in stream:
             pass
         return stream.generation
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **model_inputs: Any,
+    ) -> Tensor:
+        """What transformers calls where `model.generate(ids, custom_generate=decoder)` is: see decode/hf.py."""
+        # the mask is no parameter: transformers would take it for one that only we know
+        given = logits_processor, stopping_criteria, generation_config, model_inputs.get("attention_mask")
+        return hf.generate(self, model, input_ids, *given)
 
     def stream(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options) -> "Stream":
         """Iterate over `Emitted`, round by round; `.generation` holds the whole so far.
