@@ -211,6 +211,10 @@ class Drafter(nn.Module):
         """The key stream that `depth` writes into: 0 for one module applied again, `depth` for a module per depth."""
         return 0
 
+    def output(self, depth: int) -> int:
+        """Which head reads this depth: `head` may be given the states of all depths of one number together."""
+        return 0
+
     def read(self, hidden: Tensor) -> Tensor:
         """[B, T, len(taps) * H] target states -> [B, T, F], cast to the drafter's own dtype."""
         return hidden.to(self.dtype)

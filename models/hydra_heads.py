@@ -93,6 +93,9 @@ class HydraHeads(Drafter):
         feature = torch.cat([feature, self.borrowed.embed(tokens).to(feature.dtype)], -1)  # [B, N, (depth + 2) * H]
         return feature, self.blocks[depth](self.joins[depth](feature))
 
+    def output(self, depth: int) -> int:
+        return depth if self.options.output == "own" else 0
+
     def head(self, state: Tensor, depth: int) -> Tensor:
         if self.options.output == "own":
             return self.lm_heads[depth](state)

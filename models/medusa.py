@@ -45,6 +45,9 @@ class Medusa(Drafter):
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
         return feature, self.blocks[depth](feature)
 
+    def output(self, depth: int) -> int:
+        return depth if self.options.output == "own" else 0
+
     def head(self, state: Tensor, depth: int) -> Tensor:
         if self.options.output == "own":
             return self.lm_heads[depth](state)

@@ -8,12 +8,13 @@ that grows behind the verified text. Neither knows tokens, weights or rotary ang
     Legend: B rows of the batch, N rows of this call, T sequence, Q query heads, S key heads, D head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from paceline.models.cache import Cache
 from paceline.models.drafter import Context
@@ -46,37 +47,60 @@ class ChainKeys:
         first = self._begun.setdefault(where, depth)
         written = self._written.setdefault(where, [])
         written.append((keys, values))
-        visible = self._visible(first)
-        if depth == first:
-            return F.scaled_dot_product_attention(queries, keys, values, visible[:, None], enable_gqa=True)
-        return _with_own_chain(queries, written, visible)
+        length = queries.shape[2]
+        if length * length <= SCORES:
+            if depth == first:
+                visible = self._visible(first)[:, None]
+                return F.scaled_dot_product_attention(queries, keys, values, visible, enable_gqa=True)
+            return self._rows(queries, first, 0, *(part for pair in written for part in pair))
+        # a few rows at a time, whose scores are computed again in the backward pass: memory that grows with the length
+        rows, parts = max(1, SCORES // length), tuple(part for pair in written for part in pair)
+        blocks = [
+            checkpoint(self._rows, block, first, index * rows, *parts, use_reentrant=False)
+            for index, block in enumerate(queries.split(rows, 2))
+        ]
+        return torch.cat(blocks, 2)
+
+    def _rows(self, queries: Tensor, first: int, start: int, *written: Tensor) -> Tensor:
+        """What the rows from `start` on see. written: keys and values of all rows, depth by depth."""
+        stop = start + queries.shape[2]
+        keys, values = (part[:, :, :stop] for part in written[:2])
+        chain = [part[:, :, start:stop] for part in written[2:]]
+        return _with_own_chain(queries, keys, values, chain, self._visible(first, start, stop))
 
     def open(self, ctx: Context, rows: int) -> tuple[None, Tensor]:
         """As `TreeKeys.open`: nothing is kept, and the rows of depth 0 see their document up to themselves."""
         return None, self._visible(0)
 
-    def _visible(self, first: int) -> Tensor:
-        """[B, T, T] bool: of the rows written at the stream's first depth, those that the query at t may look at.
+    def _visible(self, first: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """[B, N, stop] bool, for the N rows from `start` on: which of those written at the stream's first depth the
+        query at t may look at.
 
         Such a row needs the text up to `first` tokens further: the query has that up to t - first. Its own it sees too.
         """
-        place = torch.arange(self._document.shape[1], device=self._document.device)
-        back = place[:, None] - place
-        same = self._document[:, :, None] == self._document[:, None, :]
+        place = torch.arange(self._document.shape[1], device=self._document.device)[:stop]
+        back = place[start:, None] - place
+        same = self._document[:, start:stop, None] == self._document[:, None, :stop]
         return same & ((back >= (first if self._reads_tokens else 0)) | (back == 0))
 
 
-def _with_own_chain(queries: Tensor, written: list[tuple[Tensor, Tensor]], visible: Tensor) -> Tensor:
-    """One softmax over the rows of the first depth that are `visible` [B, T, T], and row t's own at every later one."""
-    (keys, values), *chain = written
+SCORES = 1 << 20  # of a head, that exist at once in training: up to 1024 rows all do
+
+
+def _with_own_chain(queries: Tensor, keys: Tensor, values: Tensor, chain: Sequence[Tensor], visible: Tensor) -> Tensor:
+    """One softmax over the rows of the first depth that are `visible` [B, N, M] to the N queries, and each row's own at
+    every later depth.
+
+    keys, values: [B, S, M, D] of the first depth. chain: keys and values [B, S, N, D], depth by depth.
+    """
     rows, heads, length, size = queries.shape
-    q = queries.view(rows, keys.shape[1], -1, length, size) * size**-0.5  # [B, S, Q / S, T, D]
+    q = queries.view(rows, keys.shape[1], -1, length, size) * size**-0.5  # [B, S, Q / S, N, D]
     scores = (q @ keys[:, :, None].transpose(-1, -2)).float()
     scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
-    own = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k, _ in chain]
+    own = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k in chain[::2]]
     weights = torch.cat([scores, *own], -1).softmax(-1).to(values.dtype)
-    out = weights[..., :length] @ values[:, :, None]
-    for place, (_, v) in enumerate(chain, start=length):
+    out = weights[..., : keys.shape[2]] @ values[:, :, None]
+    for place, v in enumerate(chain[1::2], start=keys.shape[2]):
         out = out + weights[..., place : place + 1] * v[:, :, None]
     return out.reshape(rows, heads, length, -1)
 

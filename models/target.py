@@ -168,6 +168,10 @@ class Head:
         """[..., H] -> logits [..., V]."""
         return self.finished(self.packed(state) if self.packed is not None else F.linear(state, self.weight, self.bias))
 
+    def learning(self) -> list[Tensor]:
+        """What of it a gradient is wanted in."""
+        return [part for part in (self.weight, self.bias) if part is not None and part.requires_grad]
+
     def finished(self, logits: Tensor) -> Tensor:
         """What the model makes of its output matrix's own answer."""
         if self.scale != 1.0:

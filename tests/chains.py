@@ -3,6 +3,7 @@
 Knows the drafter's interface, not its methods. Imported as `chains` (pytest's `pythonpath`).
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,9 +18,9 @@ from paceline.data.batch import Batch
 from paceline.decode import Decoder, DraftTree, DynamicShape, Sampler, StaticShape, chain
 from paceline.decode.tree import _deeper_streams
 from paceline.decode.verify import Verdict
-from paceline.models.drafter import Context, Drafter
+from paceline.models.drafter import Borrowed, Context, Drafter
 from paceline.models.streams import StreamKeys, TreeKeys
-from paceline.models.target import Target
+from paceline.models.target import Head, Target
 from paceline.train.step import BEYOND, TrainStep, ranks, unrolled
 
 DEPTHS = 4
@@ -112,19 +113,98 @@ class Listed:
         return (weights * v).sum(1)[None, :, None]
 
 
+def listed_states(
+    drafter: Drafter,
+    words: list[int],
+    hidden: Tensor,
+    seen: Callable[[int, int], list[tuple[int, int]]],
+    depths: int = DEPTHS,
+) -> Logits:
+    """The states where every row looks at the rows it is told to. Row (i, k) is made when position i is."""
+    memory, out = Listed(seen), {}
+    for t in range(len(words) - 1):
+        memory.at, feature = t, drafter.read(hidden[None, t : t + 1])
+        for k in range(min(depths, len(words) - 1 - t)):
+            ctx = Context(torch.tensor([[t + k]]), torch.ones(1, dtype=torch.long), memory)
+            if k and drafter.detach:
+                feature = feature.detach()
+            feature, state = drafter.step(feature, torch.tensor([[words[t + 1 + k]]]), k, ctx)
+            out[t, k] = state[0, 0]
+    return out
+
+
 @torch.no_grad()
 def listed(
     drafter: Drafter, words: list[int], hidden: Tensor, seen: Callable[[int, int], list[tuple[int, int]]]
 ) -> Logits:
-    """The logits where every row looks at the rows it is told to. Row (i, k) is made when position i is."""
-    memory, out = Listed(seen), {}
-    for t in range(len(words) - 1):
-        memory.at, feature = t, drafter.read(hidden[None, t : t + 1])
-        for k in range(min(DEPTHS, len(words) - 1 - t)):
-            ctx = Context(torch.tensor([[t + k]]), torch.ones(1, dtype=torch.long), memory)
-            feature, state = drafter.step(feature, torch.tensor([[words[t + 1 + k]]]), k, ctx)
-            out[t, k] = drafter.head(state, k)[0, 0]
-    return out
+    """The logits of `listed_states`."""
+    return {(t, k): drafter.head(state, k) for (t, k), state in listed_states(drafter, words, hidden, seen).items()}
+
+
+# ---------------------------------------------------------------- what is learnt
+
+
+TERMS = {"ce": 0.3, "kl": 0.5, "reverse_kl": 0.2, "tv": 0.7, "lk": 0.4}
+
+
+def by_definition(name: str, draft: Tensor, target: Tensor, label: int) -> Tensor:
+    """A term on two distributions [D]."""
+    if name == "ce":
+        return -draft[label].log()
+    if name in ("kl", "reverse_kl"):
+        p, q = (target, draft) if name == "kl" else (draft, target)
+        return (p * (p / q).log()).sum()
+    overlap = torch.minimum(draft, target).sum()
+    return 1 - overlap if name == "tv" else -overlap.log()
+
+
+def assert_learns_as_defined(
+    target: Target,
+    drafter: Drafter,
+    states: Callable[..., Logits],
+    within: float = 1e-5,
+) -> None:
+    """Loss and every gradient of a packed, masked step in float32 are those of a naive pass in float64.
+
+    The naive pass takes document after document, row after row, all logits of each; states(drafter, words, hidden,
+    depths) are its drafter's, by (position, depth).
+    """
+    batch, documents = packed()
+    holes = torch.rand(batch.ids.shape, generator=torch.Generator().manual_seed(2)) < 0.7
+    batch = Batch(batch.ids, batch.positions, batch.document, batch.supervised & holes)
+    hidden, last = states_of(target, drafter, batch)
+    ids, depths = drafter.vocab_map, drafter.unroll
+    known = torch.arange(VOCAB) if ids is None else ids
+    wide = Head(target.head.weight.double()).rows(ids)
+    table = target.model.get_input_embeddings().weight.double()
+    exact = copy.deepcopy(drafter).double()
+    exact.borrowed = Borrowed(lambda tokens: table[tokens], wide)
+    loss, weight = torch.zeros(depths, dtype=torch.float64), torch.tensor([0.8**k for k in range(depths)])
+    for (line, start), words in documents.items():
+        here = slice(start, start + len(words))
+        mask, theirs = batch.supervised[line, here], last[line, here].double()
+        found = states(exact, words, hidden[line, here].double(), depths=depths)
+        for (t, k), state in found.items():
+            goal = t + 2 + k
+            if goal >= len(words) or not mask[goal] or words[goal] not in known.tolist():
+                continue
+            draft, taught = exact.head(state, k).softmax(0), wide(theirs[goal - 1]).softmax(0)
+            label = known.tolist().index(words[goal])
+            place = torch.eye(depths, dtype=torch.float64)[k]
+            for name, share in drafter.options.objective.items():
+                if name == "smooth_l1":
+                    away = (state - theirs[goal - 1]).abs()
+                    value = torch.where(away < 1, away**2 / 2, away - 0.5).mean()
+                else:
+                    value = by_definition(name, draft, taught, label)
+                loss = loss + share * value * place
+    (loss * weight).sum().backward()
+    sums = TrainStep(drafter, chunk=7)(batch, hidden, last, target.head.rows(ids), weight)
+    sums.total.backward()
+    torch.testing.assert_close(sums.loss.double(), loss.detach(), rtol=within, atol=0.0)
+    for (name, ours), theirs in zip(drafter.named_parameters(), exact.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and theirs.grad.any(), name
+        assert (ours.grad.double() - theirs.grad).norm() < within * theirs.grad.norm(), name
 
 
 # ---------------------------------------------------------------- rounds as they are told
@@ -264,7 +344,7 @@ def learnt(target: Target, drafter: Drafter, depths: int = 4, rate: float = 1e-2
         optimizer.param_groups[0]["lr"] = rate * (1 - number / 400)
         if number in (0, 30, 60):
             known.stages.append({name: tensor.clone() for name, tensor in drafter.state_dict().items()})
-        (step(batch, hidden, last, target.head.rows(vocab_map)).loss / counts).sum().backward()
+        step(batch, hidden, last, target.head.rows(vocab_map), 1 / counts).total.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

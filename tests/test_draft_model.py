@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from chains import PROMPTS, packed, states_of, texts
+from chains import PROMPTS, TERMS, Logits, assert_learns_as_defined, packed, states_of, texts
 from fakes import FAMILIES, model_of, slow_greedy, target_of
 from runs import checkpoint_of_target, contents, digest, steps
 from test_verify import chi_square
@@ -302,6 +302,20 @@ def test_layers_that_are_not_there_or_do_not_fit_are_named() -> None:
 
 
 # ---------------------------------------------------------------- training, export, reload
+
+
+@pytest.mark.parametrize("tables", ["own", "shared"])
+def test_loss_and_every_gradient_are_those_of_a_naive_float64_pass(tables: str) -> None:
+    target = target_of("llama")
+
+    def states(exact: DraftModel, words: list[int], hidden: Tensor, depths: int) -> Logits:
+        ids = torch.tensor([words])
+        whole = exact._body[0](inputs_embeds=exact.borrowed.embed(ids)) if tables == "shared" else exact._body[0](ids)
+        rows = whole.last_hidden_state[0]  # row i has read x[i]: at depth k, that of t = i - 1 - k
+        return {(i - 1 - k, k): rows[i] for i in range(len(words)) for k in range(min(depths, i + 1))}
+
+    drafter = cut(target, [0, 2], tables, spread=0.1, objective=TERMS).train()
+    assert_learns_as_defined(target, drafter, states)
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "tv", "lk"])

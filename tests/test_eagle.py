@@ -5,7 +5,7 @@ The reference runs a document one row at a time, in float64, over rows that it l
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from chains import (
     DEPTHS,
     END,
     PROMPTS,
+    TERMS,
     TREE,
     Lesson,
     Logits,
@@ -24,9 +25,11 @@ from chains import (
     assert_a_prefill,
     assert_accepted,
     assert_foretold,
+    assert_learns_as_defined,
     assert_the_targets,
     assert_trained_so,
     learnt,
+    listed_states,
     packed,
     remembering,
     served,
@@ -42,6 +45,7 @@ from torch.nn import functional as F
 from paceline.data.batch import Batch, pack
 from paceline.data.conversations import Example, load_tokenizer, stop_ids
 from paceline.decode import Decoder, DynamicShape, StaticShape, chain, grow
+from paceline.models import streams
 from paceline.models.drafter import Context, Drafter, Options, Shape, build
 from paceline.models.eagle import Eagle, EagleOptions, default_taps
 from paceline.models.errors import Refusal
@@ -386,7 +390,7 @@ def test_any_family_can_be_drafted_for_from_random_weights(family: str) -> None:
         drafter = eagle(target, method)
         batch, _ = packed()
         sums = TrainStep(drafter)(batch, *states_of(target, drafter, batch), target.head)
-        sums.loss.sum().backward()
+        sums.total.backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in drafter.parameters())
         prompts = texts([6, 3])
         generation = Decoder(target, drafter.eval(), TREE).generate(prompts, 6)
@@ -463,7 +467,7 @@ def test_training_leaves_the_targets_bytes_alone(method: str) -> None:
     assert not mine & {parameter.data_ptr() for parameter in target.parameters()}
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     for _ in range(3):
-        TrainStep(drafter)(batch, *states_of(target, drafter, batch), target.head).loss.sum().backward()
+        TrainStep(drafter)(batch, *states_of(target, drafter, batch), target.head).total.backward()
         assert all(parameter.grad is not None for parameter in drafter.parameters())
         optimizer.step()
     assert digest(target) == before
@@ -471,6 +475,20 @@ def test_training_leaves_the_targets_bytes_alone(method: str) -> None:
 
 
 # ---------------------------------------------------------------- between depths
+
+
+@pytest.mark.parametrize("scores", [streams.SCORES, 60])  # at once, or a few rows at a time
+@pytest.mark.parametrize("drafted", [False, True])
+@any_method
+def test_loss_and_every_gradient_are_those_of_a_naive_float64_pass(
+    method: str, drafted: bool, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "SCORES", scores)
+    target = target_of("llama")
+    terms = TERMS if method == "eagle3" else TERMS | {"smooth_l1": 0.6}
+    drafter = eagle(target, method, torch.arange(0, 64, 2) if drafted else None, spread=0.15, objective=terms)
+    seen = lambda t, k: [*((i, 0) for i in range(t + 1)), *((t, depth) for depth in range(1, k + 1))]  # noqa: E731
+    assert_learns_as_defined(target, drafter, partial(listed_states, seen=seen))
 
 
 @pytest.mark.parametrize("detach", [True, False])

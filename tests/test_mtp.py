@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from chains import (
     END,
     SHAPES,
+    TERMS,
     TREE,
     Lesson,
     Scripted,
@@ -21,10 +22,12 @@ from chains import (
     assert_a_prefill,
     assert_accepted,
     assert_foretold,
+    assert_learns_as_defined,
     assert_the_targets,
     assert_trained_so,
     learnt,
     listed,
+    listed_states,
     packed,
     remembering,
     served,
@@ -41,6 +44,7 @@ from torch.nn import functional as F
 
 from paceline.data.batch import Batch
 from paceline.decode import Decoder, DynamicShape, StaticShape, chain
+from paceline.models import streams
 from paceline.models.drafter import Borrowed, Drafter, Shape, build
 from paceline.models.drafter import options as options_of
 from paceline.models.export import load_export, save_export
@@ -204,7 +208,7 @@ def test_the_output_is_the_targets(kind: str, shape: StaticShape | DynamicShape,
 def test_any_family_can_be_drafted_for_from_random_weights(family: str, kind: str) -> None:
     target = target_of(family)
     drafter, (batch, _) = drafter_of(kind, target, start="random"), packed()
-    TrainStep(drafter)(batch, *states_of(target, drafter, batch), target.head).loss.sum().backward()
+    TrainStep(drafter)(batch, *states_of(target, drafter, batch), target.head).total.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in drafter.parameters())
     prompts = texts([6, 3])
     generation = Decoder(target, drafter.eval(), TREE).generate(prompts, 6)
@@ -252,6 +256,19 @@ def test_what_a_method_cannot_be_is_refused_by_name() -> None:
 
 
 # ---------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize("scores", [streams.SCORES, 60])  # at once, or a few rows at a time
+@pytest.mark.parametrize("drafted", [False, True])
+@any_kind
+def test_loss_and_every_gradient_are_those_of_a_naive_float64_pass(
+    kind: str, drafted: bool, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "SCORES", scores)
+    target = target_of("llama")
+    ids = torch.arange(0, 64, 2) if drafted else None
+    drafter = drafter_of(kind, target, ids, spread=0.15, objective=TERMS)
+    assert_learns_as_defined(target, drafter, partial(listed_states, seen=KINDS[kind].seen))
 
 
 def knows_the_text(name: str) -> tuple[Drafter, Callable[[Tensor], Tensor]]:
@@ -333,7 +350,7 @@ def test_training_leaves_the_targets_bytes_alone(kind: str) -> None:
     assert not mine & {parameter.data_ptr() for parameter in target.parameters()}
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     for _ in range(3):
-        TrainStep(drafter)(batch, *states_of(target, drafter, batch), target.head).loss.sum().backward()
+        TrainStep(drafter)(batch, *states_of(target, drafter, batch), target.head).total.backward()
         assert all(parameter.grad is not None for parameter in drafter.parameters())
         optimizer.step()
     assert digest(target) == before

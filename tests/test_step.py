@@ -140,8 +140,8 @@ def test_loss_and_every_gradient_are_those_of_a_slow_float64_reference(
         drafter = medusa(vocab_map, output, weights)
         step = TrainStep(drafter, chunk, vocab)
         assert step.counts(batch).learnt.tolist() == counts
-        sums = step(batch, hidden, last, head_of_target().rows(vocab_map))
-        (sums.loss * weight).sum().backward()
+        sums = step(batch, hidden, last, head_of_target().rows(vocab_map), weight)
+        sums.total.backward()
         torch.testing.assert_close(sums.loss.double(), loss, rtol=1e-5, atol=0.0)
         assert sums.right.tolist() == right
         for (name, ours), theirs in zip(drafter.named_parameters(), exact.parameters(), strict=True):
@@ -156,9 +156,9 @@ def test_only_the_states_before_a_supervised_token_learn_from_it() -> None:
     supervised[0, 7] = True
     batch = Batch(ids, ids.clone(), torch.zeros_like(ids), supervised)
     hidden = noise(1, 12, HIDDEN).requires_grad_()
-    for k in range(HEADS):
+    for k, one in enumerate(torch.eye(HEADS)):
         (gradient,) = torch.autograd.grad(
-            TrainStep(medusa())(batch, hidden, hidden.detach(), head_of_target()).loss[k], hidden
+            TrainStep(medusa())(batch, hidden, hidden.detach(), head_of_target(), one).total, hidden
         )
         assert gradient[0].abs().sum(1).nonzero().flatten().tolist() == [7 - 2 - k]
 
@@ -173,7 +173,7 @@ class Oracle(Drafter):
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:
         """[x0 x1 x2 x3]: at t = 0 and depth 1, feature' of x0, token x2, position 1; to be drafted is x3."""
         following = {"feature": feature[..., 0] + 2, "token": tokens + 1, "position": ctx.positions + 2}[self.reads]
-        return feature + 1, following[..., None]
+        return feature + 1, following[..., None].float()
 
     def head(self, state: Tensor, depth: int) -> Tensor:
         return 1e4 * F.one_hot(state[..., 0].long() % VOCAB, VOCAB).float()
@@ -220,7 +220,7 @@ def test_a_batch_with_nothing_supervised_gives_zeros_and_no_nan() -> None:
     for nothing in (blank, pack([])):
         drafter, there = medusa(weights=MIXES["mix"]), noise(*nothing.ids.shape, HIDDEN)
         sums = TrainStep(drafter)(nothing, there, there, head_of_target())
-        sums.loss.sum().backward()
+        sums.total.backward()
         assert sums.loss.tolist() == [0.0] * HEADS and sums.right.tolist() == [0] * HEADS
         # a gradient everywhere: a process of several that has nothing to learn still takes part in the sum
         assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
@@ -246,7 +246,7 @@ def test_logits_of_more_than_a_chunk_never_exist() -> None:
     drafter = build(MedusaOptions(name="medusa", heads=2), Shape(HIDDEN, 3, vocab))
     hidden = noise(1, length, HIDDEN)
     with Largest() as seen:
-        TrainStep(drafter, chunk)(batch, hidden, hidden, Head(noise(vocab, HIDDEN))).loss.sum().backward()
+        TrainStep(drafter, chunk)(batch, hidden, hidden, Head(noise(vocab, HIDDEN))).total.backward()
     assert seen.elements == chunk * vocab  # while [B, T, V] has 512,000 elements
 
 
@@ -283,7 +283,7 @@ def heads_trained_on(
     step, optimizer = TrainStep(drafter), torch.optim.AdamW(drafter.parameters(), lr=1e-2, weight_decay=0.0)
     counts = step.counts(batch).learnt
     for _ in range(steps):
-        (step(batch, hidden, hidden, target.head.rows(vocab_map)).loss / counts).sum().backward()
+        step(batch, hidden, hidden, target.head.rows(vocab_map), 1 / counts).total.backward()
         optimizer.step()
         optimizer.zero_grad()
         yield drafter

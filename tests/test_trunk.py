@@ -274,8 +274,8 @@ def test_every_term_and_gradient_is_that_of_a_slow_float64_reference(kind: str, 
         assert trunk.weights([1.0, 0.8]) == pytest.approx(weights) and trunk.terms == ("next", "distil")
         found = step.counts(batch)
         assert found.learnt.tolist() == list(counts.values()) and len(found.asked) == 2
-        sums = step(batch)
-        (sums.loss / found.learnt * torch.tensor(weights)).sum().backward()
+        sums = step(batch, torch.tensor(weights) / found.learnt)
+        sums.total.backward()
         torch.testing.assert_close(sums.loss.double(), torch.stack(list(theirs.values())), rtol=1e-5, atol=0.0)
         ours = dict(Learners(drafter, trunk).named_parameters())
         for name, parameter in Learners(slow, exact).named_parameters():
@@ -305,11 +305,11 @@ def test_a_trunk_that_waits_gives_zero_gradients_and_the_originals_states() -> N
         trunk.turn(1, 2)
         counts, sums = step.counts(batch), step(batch)
         assert counts.learnt[2:].tolist() == [0, 0] and sums.loss[2:].tolist() == [0.0, 0.0]
-        sums.loss.sum().backward()
+        sums.total.backward()
         assert all(p.grad is not None and not p.grad.any() for p in trunk.trained().values())
         assert all(p.grad is not None and p.grad.any() for p in drafter.parameters())
         hidden, _ = target(batch.ids, (-1,), documents=batch.document, positions=batch.positions)
-        torch.testing.assert_close(trunk(batch, (-1,), VOCAB, 512)[0], hidden)
+        torch.testing.assert_close(trunk(batch, (-1,), VOCAB, 512, torch.ones(2))[0], hidden)
 
 
 def test_a_batch_with_nothing_supervised_moves_nothing() -> None:
@@ -317,7 +317,7 @@ def test_a_batch_with_nothing_supervised_moves_nothing() -> None:
     trunk, drafter = trunk_on(target, "full"), medusa(target)
     sums = trunk.step(drafter, 512, VOCAB)(pack([]))
     assert sums.loss.tolist() == [0.0] * 4
-    sums.loss.sum().backward()
+    sums.total.backward()
     assert all(
         p.grad is not None and not p.grad.any() for p in Learners(drafter, trunk).parameters() if p.requires_grad
     )

@@ -232,9 +232,9 @@ def _update(
     for index, part in enumerate(parts):
         inputs = trunk.inputs(part)
         with accelerator.no_sync(trained) if index + 1 < len(parts) else nullcontext():
-            sums = trained(part, *inputs)
-            accelerator.backward((sums.loss * scale).sum())
-        loss, right = loss + sums.loss.detach(), right + sums.right
+            sums = trained(part, *inputs, scale)
+            accelerator.backward(sums.total)
+        loss, right = loss + sums.loss, right + sums.right
     learning = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = accelerator.clip_grad_norm_(learning, cfg.train.clip)
     finite, empty = bool(torch.isfinite(norm)), not bool(learnt.any())

@@ -7,7 +7,8 @@ Sums and counts stay apart until the trainer divides them, once, over all proces
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,17 +31,11 @@ class Taught(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """What a drafter says of R rows, float32: logits [R, D] (0 the highest of a row), log of the sum of their
-    exponentials [R, 1], and the distribution q [R, D]. spare [R, D] is for a term to compute in."""
+    """What a drafter says of R rows, float32 [R, D]: log q, and q. spare [R, D] is for a term to compute in."""
 
-    logits: Tensor
-    logz: Tensor
+    logq: Tensor
     q: Tensor
     spare: Tensor
-
-    @property
-    def logq(self) -> Tensor:
-        return self.logits - self.logz
 
 
 # A term returns its value for each row [R] and adds `weight` times its gradient in the logits to `gradient` [R, D]:
@@ -53,14 +48,14 @@ def ce(drafted: Drafted, labels: Tensor, teacher: Taught | None, weight: float, 
     """Cross-entropy to the text's own next token (labels [R] draft ids), nats; the gradient is q - onehot."""
     at = labels[:, None]
     gradient.add_(drafted.q, alpha=weight).scatter_add_(1, at, gradient.new_full(at.shape, -weight))
-    return (drafted.logz - drafted.logits.gather(1, at))[:, 0]
+    return -drafted.logq.gather(1, at)[:, 0]
 
 
 def kl(drafted: Drafted, labels: Tensor, teacher: Taught | None, weight: float, gradient: Tensor) -> Tensor:
     """KL(target || draft), nats; the gradient is q - p."""
     assert teacher is not None
     gradient.add_(drafted.q, alpha=weight).sub_(teacher.p, alpha=weight)
-    return teacher.plogp + drafted.logz[:, 0] - torch.mul(teacher.p, drafted.logits, out=drafted.spare).sum(-1)
+    return teacher.plogp - torch.mul(teacher.p, drafted.logq, out=drafted.spare).sum(-1)
 
 
 def reverse_kl(drafted: Drafted, labels: Tensor, teacher: Taught | None, weight: float, gradient: Tensor) -> Tensor:
@@ -134,64 +129,44 @@ def mixed_features(weights: dict[str, float], state: Tensor, goal: Tensor) -> Te
 
 
 def learn(
-    weights: dict[str, float], logits: Sequence[Tensor], labels: Tensor, there: Tensor, teacher: Tensor | None
+    weights: dict[str, float],
+    logits: Tensor,
+    labels: Tensor,
+    there: Tensor,
+    teacher: Tensor | None,
+    factors: Tensor,
+    grade: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted terms on the logits of each depth, summed over rows, and how often the likeliest token was right.
 
     Args:
         weights: the method's `objective`.
-        logits: of the K depths, [R, D] each. labels: [R] draft ids. there: [K, R] bool, the rows that count.
+        logits: [K, R, D]. In their place is left the gradient of `sum factors loss` in them, in their own dtype.
+        labels: [R] draft ids. there: [K, R] bool, the rows that count.
         teacher: [R, D] the target's logits, for NEEDS_TEACHER.
+        factors: [K].
+        grade: `graded` compiled; None: as it is.
 
     Returns:
-        loss [K] float32, whose gradient can be taken once; right [K] int64.
+        loss [K] float32, without the factors; right [K] int64.
     """
-    loss, right = _ByBlocks.apply(weights, labels, there, teacher, *logits)
+    depths, rows, vocab = logits.shape
+    # one block of rows after the other, so that what is float32 stays small, on a CPU in a core's cache
+    size = min(rows, max(1, BLOCK // vocab)) if labels.device.type == "cpu" else rows
+    grade = grade or partial(graded, room=_room(size, vocab, labels.device))
+    loss = torch.zeros(depths, dtype=torch.float32, device=labels.device)
+    right = torch.zeros_like(loss, dtype=torch.long)
+    for start in range(0, rows, max(1, size)):
+        block = slice(start, start + size)
+        label, taught = labels[block], None if teacher is None else Taught.of(teacher[block])
+        for k in range(depths):
+            part, mask = logits[k, block], there[k, block]
+            right[k] += _right(part, label, mask)
+            loss[k] += (grade(weights, part, label, taught, mask * factors[k]) * mask).sum()
     return loss, right
 
 
-BLOCK = 1 << 18  # elements: a megabyte of float32, so that on a CPU what is computed of a block stays in a core's cache
-
-
-class _ByBlocks(torch.autograd.Function):
-    """Terms and their gradients, one block of rows after the other, all in the forward pass; the backward multiplies.
-
-    Float32 are a few blocks; whole are only logits and their gradients, in the logits' own dtype.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, weights: dict[str, float], labels: Tensor, there: Tensor, teacher: Tensor | None, *logits: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        rows, vocab = logits[0].shape
-        size = min(rows, max(1, BLOCK // vocab)) if labels.device.type == "cpu" else rows
-        room = _room(size, vocab, labels.device)
-        gradients = [torch.empty_like(part) for part in logits]
-        loss = torch.zeros(len(logits), dtype=torch.float32, device=labels.device)
-        right = torch.zeros_like(loss, dtype=torch.long)
-        for start in range(0, rows, max(1, size)):
-            block = slice(start, start + size)
-            label, taught = labels[block], None if teacher is None else Taught.of(teacher[block])
-            for k, (part, gradient) in enumerate(zip(logits, gradients, strict=True)):
-                mask = there[k, block]
-                value, found = scored(weights, part[block], label, taught, room)
-                gradient[block] = found.mul_(mask[:, None])
-                loss[k] += (value * mask).sum()
-                right[k] += _right(part[block], label, mask)
-        ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(right)
-        ctx.spent = False
-        return loss, right
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        if ctx.spent:
-            raise RuntimeError("the gradient of learn() can be taken once")
-        ctx.spent = True
-        gradients = ctx.saved_tensors
-        for gradient, factor in zip(gradients, upstream, strict=True):
-            gradient.mul_(factor)
-        return None, None, None, None, *gradients
+BLOCK = 1 << 18  # elements: a megabyte of float32
 
 
 def _room(rows: int, vocab: int, device: torch.device) -> list[Tensor]:
@@ -210,19 +185,31 @@ def scored(
 
     room: what `_room` gives, to compute in; the gradient lies there too.
     """
-    own, q, spare, gradient = (
+    logq, q, spare, gradient = (
         part[: len(logits)] for part in room or _room(len(logits), logits.shape[1], logits.device)
     )
-    own.copy_(logits)
-    own.sub_(own.amax(-1, keepdim=True))
-    z = torch.exp(own, out=q).sum(-1, keepdim=True)
-    drafted = Drafted(own, z.log(), q.div_(z), spare)
+    torch.log_softmax(spare.copy_(logits), -1, out=logq)
+    drafted = Drafted(logq, torch.exp(logq, out=q), spare)
     gradient.zero_()
-    value = torch.zeros_like(z[:, 0])
+    value = torch.zeros_like(logq[:, 0])
     for name, weight in weights.items():  # in their order: sums in another have other bits
         if name in TERMS:
             value += weight * TERMS[name](drafted, labels, teacher, weight, gradient)
     return value, gradient
+
+
+def graded(
+    weights: dict[str, float],
+    logits: Tensor,
+    labels: Tensor,
+    teacher: Taught | None,
+    counted: Tensor,
+    room: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """`scored`, but the gradient, times counted [R], takes the place of the logits."""
+    value, gradient = scored(weights, logits, labels, teacher, room)
+    logits.copy_(gradient.mul_(counted[:, None]))
+    return value
 
 
 def _right(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:

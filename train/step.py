@@ -10,18 +10,18 @@ schedule or process group.
     the loss looks where the PREDICTED token is supervised and stands in the document of t
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from paceline.data.batch import Batch
 from paceline.models.drafter import Context, Drafter
 from paceline.models.streams import ChainKeys
-from paceline.train.objective import NEEDS_TEACHER, learn, mixed_features
+from paceline.train.chunks import Found, summed
+from paceline.train.objective import FEATURE_TERMS, NEEDS_TEACHER, graded, learn, mixed_features
 
 # [R, H] post-norm states of the target -> its logits [R, D] over the draft vocabulary
 Teacher = Callable[[Tensor], Tensor]
@@ -30,11 +30,13 @@ BEYOND = 1 << 30  # the rank of a token behind the end of its document
 
 @dataclass
 class Sums:
-    """Over one batch, per depth [K]: loss summed, predictions that were right. Differentiable in `loss` only.
+    """Over one batch: the weighted sum of all losses, a scalar, whose gradient can be taken once; and per depth [K], to
+    be looked at, the loss summed and the predictions that were right.
 
     Behind the depths' stands the loss of each of the trunk's own terms, where it is trained.
     """
 
+    total: Tensor
     loss: Tensor
     right: Tensor
 
@@ -54,20 +56,22 @@ class Counts:
 class TrainStep(nn.Module):
     """Unrolls a drafter over a packed batch and sums its loss."""
 
-    def __init__(self, drafter: Drafter, chunk: int = 512, vocab: int | None = None):
-        """chunk: supervised positions whose logits exist at once. vocab: ids from here on only pad the head."""
+    def __init__(self, drafter: Drafter, chunk: int = 2048, vocab: int | None = None):
+        """chunk: rows of a head's logits that exist at once. vocab: ids from here on only pad the head."""
         super().__init__()
         self.drafter, self.chunk = drafter, chunk
         self.known = draftable(drafter, vocab)
         self.objective = drafter.options.objective
         self.depths = drafter.unroll
         self._unrolled = unrolled
+        self._graded: Callable[..., Tensor] | None = None
 
     def fuse(self) -> None:
-        """Compile the unroll: a minute or two in the first steps, then fewer passes over memory in all others."""
+        """Compile the unroll and the loss: a minute or two in the first steps, then fewer passes over memory in all
+        others."""
         # the unroll is one graph: cutting it where gradients are exchanged gains little, and torch 2.13 fails at it
         torch._dynamo.config.optimize_ddp = False
-        self._unrolled = torch.compile(unrolled, dynamic=True)
+        self._unrolled, self._graded = torch.compile(unrolled, dynamic=True), torch.compile(graded, dynamic=True)
 
     def counts(self, batch: Batch) -> Counts:
         """What the sums of this batch have to be divided by, before any forward."""
@@ -75,43 +79,68 @@ class TrainStep(nn.Module):
         asked = torch.stack([predicted(batch, k, self.drafter.first_row) for k in range(self.depths)])  # [K, B, T]
         return Counts((asked & covered).flatten(1).sum(1), asked.flatten(1).sum(1))
 
-    def forward(self, batch: Batch, hidden: Tensor, last: Tensor, teacher: Teacher) -> Sums:
-        """hidden [B, T, taps * H] and last [B, T, H] come from the target and carry no gradient."""
+    def forward(
+        self, batch: Batch, hidden: Tensor, last: Tensor, teacher: Teacher, weight: Tensor | None = None
+    ) -> Sums:
+        """hidden [B, T, taps * H] and last [B, T, H] come from the target and carry no gradient.
+
+        weight: [K] what each depth's loss counts in the total; None: one.
+        """
+        weight = hidden.new_ones(self.depths, dtype=torch.float32) if weight is None else weight
+        largest = weight.max().clamp(min=torch.finfo(torch.float32).tiny)  # float16 would lose what is divided early
+        factors = weight / largest
         states = [state.flatten(0, 1) for state in self._unrolled(self.drafter, batch, hidden, self.depths)]
-        labels, covered = draft_labels(self.drafter, batch.ids)
+        labels, covered = (part.flatten() for part in draft_labels(self.drafter, batch.ids))
         # [K, B * T], at the predicted token
         first = self.drafter.first_row
-        there = torch.stack([predicted(batch, k, first) & covered for k in range(self.depths)]).flatten(1)
-        # at least one chunk, if of no rows: then too every parameter gets a gradient, as DDP wants. The last is full
-        chunks = there.any(0).nonzero()[:, 0].flip(0).split(self.chunk)[::-1]
-        sums = Sums(hidden.new_zeros(self.depths, dtype=torch.float32), torch.zeros_like(there[:, 0], dtype=torch.long))
-        for index, rows in enumerate(chunks):
-            arguments = (rows, states, labels.flatten(), there, last.flatten(0, 1), teacher)
-            # One chunk at a time may hold its logits. The last keeps them, since the backward pass begins there; those
-            # before it (mostly none, or the rest of a division) make theirs again.
-            if index + 1 == len(chunks):
-                loss, right = self._chunk(*arguments)
-            else:
-                loss, right = checkpoint(self._chunk, *arguments, use_reentrant=False)
-            sums = Sums(sums.loss + loss, sums.right + right)
-        return sums
+        there = torch.stack([predicted(batch, k, first) for k in range(self.depths)]).flatten(1) & covered
+        groups = self._groups()
+        # at least one chunk, if of no rows: then too every parameter gets a gradient, as DDP wants
+        chunks = there.any(0).nonzero()[:, 0].split(max(1, self.chunk // max(map(len, groups))))
+        loss = torch.zeros_like(factors)
+        right = torch.zeros_like(there[:, 0], dtype=torch.long)
 
-    def _chunk(
-        self, rows: Tensor, states: list[Tensor], labels: Tensor, there: Tensor, last: Tensor, teacher: Teacher
-    ) -> tuple[Tensor, Tensor]:
-        """rows [R]: flat indices of predicted tokens -> loss [K] and right [K] of them; the teacher is asked once."""
-        goal, taught = last[rows - 1], None
-        if NEEDS_TEACHER & self.objective.keys():
-            with torch.no_grad():  # the target at t+1+k has the distribution of the token at t+2+k
-                taught = teacher(goal)[:, : self.known]
-        mask = there[:, rows]
-        back = 2 + self.drafter.first_row  # from a token to the row that predicts it at depth 0
-        drafted = [state[(rows - back - k).clamp(min=0)] for k, state in enumerate(states)]
-        logits = [self.drafter.head(state, k)[:, : self.known] for k, state in enumerate(drafted)]
-        loss, right = learn(self.objective, logits, labels[rows], mask, taught)
-        # the state that stands for the target's own at t+1+k, as the teacher's logits are read there
-        apart = [(mixed_features(self.objective, state, goal) * mask[k]).sum() for k, state in enumerate(drafted)]
-        return loss + torch.stack(apart), right
+        def work(number: int, drafted: list[Tensor]) -> Iterator[Found]:
+            rows = chunks[number]
+            goal, taught = last.flatten(0, 1)[rows - 1], None
+            if NEEDS_TEACHER & self.objective.keys():
+                with torch.no_grad():  # the target at t+1+k has the distribution of the token at t+2+k
+                    taught = teacher(goal)[:, : self.known]
+            for depths in groups:
+                logits = self.drafter.head(torch.stack([drafted[k] for k in depths]), depths[0])  # [k, R, D]
+                gradient = logits.detach()  # the same memory: what is known of the logits makes place for it
+                if self.known is not None:
+                    gradient[..., self.known :] = 0.0
+                found = gradient[..., : self.known], labels[rows], there[depths][:, rows], taught, factors[depths]
+                value, correct = learn(self.objective, *found, self._graded)
+                loss[depths] += value
+                right[depths] += correct
+                yield logits, gradient, (value * factors[depths]).sum()
+                del logits, gradient, found  # before the next head's are made
+            # the state that stands for the target's own at t+1+k, as the teacher's logits are read there
+            for k, state in enumerate(drafted):
+                if FEATURE_TERMS.keys() & self.objective.keys():
+                    apart = (mixed_features(self.objective, state, goal) * there[k, rows]).sum()
+                    loss[k] += apart.detach()
+                    yield apart, factors[k], apart * factors[k]
+
+        back = 2 + first  # from a token to the row that predicts it at depth 0
+        places = [[(rows - back - k).clamp(min=0) for k in range(self.depths)] for rows in chunks]
+        total = summed(work, places, states, self._learning()) * largest
+        return Sums(total, loss, right)
+
+    def _groups(self) -> list[list[int]]:
+        """The depths that each of the drafter's heads reads."""
+        groups: dict[int, list[int]] = {}
+        for k in range(self.depths):
+            groups.setdefault(self.drafter.output(k), []).append(k)
+        return list(groups.values())
+
+    def _learning(self) -> list[Tensor]:
+        """What a head may be made of, and learns: the drafter's own, and a borrowed head where that is trained."""
+        head = self.drafter.borrowed.head
+        own: list[Tensor] = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
+        return own if head is None else own + head.learning()
 
 
 def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int) -> list[Tensor]:

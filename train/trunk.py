@@ -13,17 +13,17 @@ Knows the step and its loss terms. Does not know methods, files or the loop.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from paceline.data.batch import Batch, Loader
 from paceline.models.drafter import Drafter
 from paceline.models.target import Target
 from paceline.models.trunk import Learnt
+from paceline.train.chunks import Found, summed
 from paceline.train.features import Features
 from paceline.train.objective import learn
 from paceline.train.step import Counts, Sums, TrainStep, predicted
@@ -139,40 +139,48 @@ class TrainedTrunk(nn.Module):
         return predicted(batch, -1).sum().expand(len(self.terms)) * self.moving
 
     def forward(
-        self, batch: Batch, taps: Sequence[int], vocab: int | None, chunk: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [B, T, F] and last [B, T, H] as a target says them, with their graph, and [E], its own losses summed.
+        self, batch: Batch, taps: Sequence[int], vocab: int | None, chunk: int, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """hidden [B, T, F] and last [B, T, H] as a target says them, with their graph; its own losses summed, [E], and
+        their sum weighted by weight [E], which alone has a gradient.
 
         While it waits there is no graph, and no own loss.
         """
         own = torch.zeros(len(self.terms), device=batch.ids.device)
         if not self.moving:
             # every parameter gets a gradient, if one of zeros: DDP waits for it
-            return *self._before(batch, taps), own + 0.0 * torch.stack([p.sum() for p in self.trained().values()]).sum()
+            return *self._before(batch, taps), own, 0.0 * torch.stack([p.sum() for p in self.trained().values()]).sum()
         hidden, last = self.live(batch.ids, taps, documents=batch.document, positions=batch.positions)
         before = self._before(batch)[1] if "distil" in self.own else last
         tokens = predicted(batch, -1).flatten().nonzero()[:, 0]  # flat index of x[t+1], which stands at t's right
-        for rows in tokens.split(chunk):
-            labels = batch.ids.flatten()[rows]
-            states, theirs = (whole.flatten(0, 1)[rows - 1] for whole in (last, before))
-            own = own + checkpoint(self._chunk, states, theirs, labels, vocab, use_reentrant=False)
-        return hidden, last, own
+        chunks = tokens.split(chunk)
+
+        def work(number: int, states: list[Tensor]) -> Iterator[Found]:
+            rows = chunks[number]
+            labels, there = batch.ids.flatten()[rows], torch.ones_like(rows, dtype=torch.bool)[None]
+            for place, name in enumerate(self.terms):
+                logits = self.live.head(states[0])
+                with torch.no_grad():
+                    taught = self.original.head(before.flatten(0, 1)[rows - 1]) if name == "distil" else None
+                gradient = logits.detach()
+                if vocab is not None:
+                    gradient[:, vocab:] = 0.0
+                theirs = None if taught is None else taught[:, :vocab]
+                value, _ = learn(OWN[name], gradient[None, :, :vocab], labels, there, theirs, weight[place, None])
+                own[place] += value[0]
+                yield logits, gradient, value[0] * weight[place]
+                del logits, gradient, taught, theirs
+
+        head = [
+            part for part in (self.live.head.weight, self.live.head.bias) if part is not None and part.requires_grad
+        ]
+        total = summed(work, [[rows - 1] for rows in chunks], [last.flatten(0, 1)], head)
+        return hidden, last, own, total
 
     def _before(self, batch: Batch, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """What the target says that was not trained."""
         with torch.autocast(batch.ids.device.type, enabled=False):
             return self.original(batch.ids, taps, documents=batch.document, positions=batch.positions)
-
-    def _chunk(self, states: Tensor, theirs: Tensor, labels: Tensor, vocab: int | None) -> Tensor:
-        """States [R, H] of trunk and original -> [E]; logits of one chunk at a time exist."""
-        logits = self.live.head(states)[:, :vocab]
-        there = torch.ones_like(labels, dtype=torch.bool)[None]
-        losses = []
-        for name in self.terms:
-            with torch.no_grad():
-                taught = self.original.head(theirs)[:, :vocab] if name == "distil" else None
-            losses.append(learn(OWN[name], [logits], labels, there, taught)[0])
-        return torch.cat(losses)
 
 
 Trunk = FrozenTrunk | TrainedTrunk
@@ -206,14 +214,17 @@ class JointStep(TrainStep):
         counts = super().counts(batch)
         return Counts(torch.cat([counts.learnt, self.trunk.counts(batch)]), counts.asked)
 
-    def forward(self, batch: Batch) -> Sums:  # type: ignore[override]
-        hidden, last, own = self.trunk(batch, self.drafter.taps, self.vocab, self.chunk)
+    def forward(self, batch: Batch, weight: Tensor | None = None) -> Sums:  # type: ignore[override]
+        """weight: [K + E], of the depths' losses and of the own terms' behind them; None: one."""
+        weight = torch.ones(self.depths + len(self.trunk.terms), device=batch.ids.device) if weight is None else weight
+        depths, terms = weight.split([self.depths, len(self.trunk.terms)])
+        hidden, last, own, total = self.trunk(batch, self.drafter.taps, self.vocab, self.chunk, terms)
         speaker = self.trunk.live if self.trunk.moving else self.trunk.original
         self.drafter.borrow(speaker)  # anew each time: some rows of a head are a copy
         teacher = speaker.head.rows(self.drafter.vocab_map)
         # the drafter comes near what the trunk says now, not the trunk to the drafter
-        sums = super().forward(batch, hidden, last.detach(), teacher)
-        return Sums(torch.cat([sums.loss, own]), sums.right)
+        sums = super().forward(batch, hidden, last.detach(), teacher, depths)
+        return Sums(sums.total + total, torch.cat([sums.loss, own]), sums.right)
 
 
 class Learners(nn.Module):
