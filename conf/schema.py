@@ -734,16 +734,25 @@ BenchmarkRow = Literal[
 ]
 
 
+Workload = Literal["eagle3-dense", "eagle3-ragged", "medusa-dense", "mtp-dense"]
+Framework = Literal["paceline", "nvidia-modelopt", "specforge", "speculators", "economize", "medusa-llm"]
+
+
 class BenchmarkConfig(Section):
     """All of scripts/benchmark.py."""
 
-    part: Literal["data", "decode", "synthesize"]
+    part: Literal["data", "decode", "synthesize", "train"]
     out: Place
     target: Target
     conversations: Annotated[int, Field(ge=10)]
     batch_tokens: Positive
     count: Positive
     batch: Positive
+    workloads: Annotated[list[Workload], Field(min_length=1)]
+    frameworks: Annotated[list[Framework], Field(min_length=1)] | None
+    steps: Positive
+    compile: bool
+    venvs: Place
     only: list[BenchmarkRow] | None
     dtype: Dtype
     decode: Decode

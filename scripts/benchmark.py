@@ -3,6 +3,7 @@
     python scripts/benchmark.py data
     python scripts/benchmark.py decode
     python scripts/benchmark.py synthesize
+    python scripts/benchmark.py train
 
 A part is a function that yields rows, dicts with `part`, `name` and figures; PARTS names them. Rows of a part that is
 measured again take the place of the old ones.
@@ -23,6 +24,7 @@ from typing import Any
 from paceline.conf.entry import entry
 from paceline.scripts.benchmark_decode import decode
 from paceline.scripts.benchmark_synthesize import synthesize
+from paceline.scripts.benchmark_train import train
 
 Row = dict[str, Any]
 
@@ -106,7 +108,12 @@ class Memory:
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
-PARTS: dict[str, Callable[[Any], Iterator[Row]]] = {"data": data, "decode": decode, "synthesize": synthesize}
+PARTS: dict[str, Callable[[Any], Iterator[Row]]] = {
+    "data": data,
+    "decode": decode,
+    "synthesize": synthesize,
+    "train": train,
+}
 
 _main = entry("benchmark", run)
 
