@@ -221,7 +221,7 @@ def setting(cfg: Any, ready: Runtime) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": str(ready.decoder.target.device),
         "machine": _machine(ready.decoder.target.device),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(sys.orig_argv[1:]),  # as typed: sys.argv holds what was made of it
         **{name: version(name) for name in ("paceline", "torch", "transformers")},
     }
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.conf.entry import load
+from paceline.decode.pages import training_page
 from paceline.models.drafter import Shape, build, options
 from paceline.models.export import save_export
 from paceline.models.target import Target, folder
@@ -48,6 +49,20 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = [f"drafter={export}", "dtype=float32", f"out={out}"]
     evaluate.run(load("evaluate", *small, "eval.limit=2", "eval.max_new_tokens=10", "traces=2", "hf_baseline=false"))
     watch.run(load("watch", *small, "max_new_tokens=8", "prompt=hi"))
+    lines: list[dict[str, Any]] = [
+        {
+            "step": n,
+            "tokens": 90 * n,
+            "loss": [3 / n] * 4,
+            "accuracy": [0.1 * n] * 4,
+            "lr": 1e-3,
+            "tokens_per_second": 9,
+        }
+        for n in range(1, 9)
+    ]
+    lines.append({"step": 8, "tokens": 720, "mean_acceptance_length": 1.5, "held_out_accuracy": [0.5]})
+    config = {"method": {"name": "medusa"}, "target": {"name": "tiny"}, "data": {"source": "self"}}
+    (out / "training.html").write_text(training_page(config, "seed: 0", lines))
     return out
 
 
@@ -124,13 +139,13 @@ def test_the_trace_plays_by_itself_until_plain_decoding_has_caught_up(browser: A
         assert tokens(page, ".drafted-text") == [said["start"]]
 
 
-@pytest.mark.parametrize("name", ["report", "watch"])
+@pytest.mark.parametrize("name", ["report", "watch", "training"])
 @pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1280, "light")])
 def test_it_fits_the_screen_and_axe_finds_nothing_serious(
     browser: Any, pages: Path, name: str, width: int, theme: str
 ) -> None:
     with Opened(browser, pages / f"{name}.html", width, theme) as page:
-        for _ in range(3):
+        for _ in range(3 if name != "training" else 0):
             page.click(".step")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         page.screenshot(path=pages / f"{name}-{width}.png", full_page=True)

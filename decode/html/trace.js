@@ -121,7 +121,7 @@
     if (phase() !== 2 || at > 3 * trace.rounds.length) before = tokens.length;
     text($("drafted-text"), tokens, trace.pieces, kinds, before);
     const plain = trace.plain.slice(0, plainPasses() + 1);
-    text($("plain-text"), plain, trace.plain_pieces, plain.map(() => "own"), phase() === 0 || at === 0 ? plain.length : plain.length - 1);
+    text($("plain-text"), plain, trace.plain_pieces, plain.map(() => "plain"), phase() === 0 || at === 0 ? plain.length : plain.length - 1);
     const passes = Math.max(0, played);
     $("drafted-count").textContent = `${many(passes, "pass", "passes")}, ${many(tokens.length, "token")}`;
     const saved = tokens.length - 1 - passes;
