@@ -57,7 +57,10 @@ def number(name: str, value: Any) -> str:
 
 def method(about: dict[str, Any]) -> dict[str, Any]:
     """What the viewer draws of a drafter. about: `trace.drafter` of report.json."""
-    idea, part = METHODS.get(about["name"], ("The drafter proposes tokens.", "depth {}"))
+    name, _, lookup = about["name"].partition(" and ")
+    idea, part = METHODS.get(name, ("The drafter proposes tokens.", "depth {}"))
+    if lookup:
+        idea += " Beside it, what followed an earlier repetition is drafted."
     return {"idea": idea, "part": part, "trunk": about["reads_target"], "chained": about["reads_tokens"]}
 
 

@@ -81,6 +81,8 @@ def test_a_large_round_keeps_its_path_and_its_likeliest_nodes() -> None:
 
 def test_every_method_has_a_picture() -> None:
     assert set(METHODS) == {*methods(), "none"}
+    both = method({"name": "medusa and lookup", "reads_target": True, "reads_tokens": True})
+    assert both["part"] == "head {}" and "Beside it" in both["idea"]
     other = method({"name": "mine", "reads_target": True, "reads_tokens": False})
     assert other["part"].format(2) == "depth 2" and other["trunk"] and not other["chained"]
 
