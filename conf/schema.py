@@ -253,7 +253,7 @@ class Train(Section):
     keep: Positive
     log_every: Positive
     chunk: Positive
-    compile: Literal[True, False, "auto"]
+    compile: Literal[True, False, "auto", "loss"]
 
     @model_validator(mode="after")
     def _one_length(self) -> "Train":
@@ -751,7 +751,7 @@ class BenchmarkConfig(Section):
     workloads: Annotated[list[Workload], Field(min_length=1)]
     frameworks: Annotated[list[Framework], Field(min_length=1)] | None
     steps: Positive
-    compile: bool
+    compile: Literal[True, False, "loss"]
     venvs: Place
     only: list[BenchmarkRow] | None
     dtype: Dtype

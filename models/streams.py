@@ -47,14 +47,15 @@ class ChainKeys:
         first = self._begun.setdefault(where, depth)
         written = self._written.setdefault(where, [])
         written.append((keys, values))
-        length = queries.shape[2]
-        if length * length <= SCORES:
-            if depth == first:
-                visible = self._visible(first)[:, None]
-                return F.scaled_dot_product_attention(queries, keys, values, visible, enable_gqa=True)
-            return self._rows(queries, first, 0, *(part for pair in written for part in pair))
-        # a few rows at a time, whose scores are computed again in the backward pass: memory that grows with the length
-        rows, parts = max(1, SCORES // length), tuple(part for pair in written for part in pair)
+        length, parts = queries.shape[2], tuple(part for pair in written for part in pair)
+        if depth == first and length <= LONG:
+            visible = self._visible(first)[:, None]
+            return F.scaled_dot_product_attention(queries, keys, values, visible, enable_gqa=True)
+        # a few rows at a time, whose scores are computed again in the backward pass: memory grows with the length, not
+        # its square. A compiled unroll spares what it need not keep by itself, and is to be one graph for all widths.
+        rows = LONG if torch.compiler.is_compiling() and length <= LONG else ROWS
+        if length <= rows:
+            return self._rows(queries, first, 0, *parts)
         blocks = [
             checkpoint(self._rows, block, first, index * rows, *parts, use_reentrant=False)
             for index, block in enumerate(queries.split(rows, 2))
@@ -84,7 +85,7 @@ class ChainKeys:
         return same & ((back >= (first if self._reads_tokens else 0)) | (back == 0))
 
 
-SCORES = 1 << 20  # of a head, that exist at once in training: up to 1024 rows all do
+ROWS, LONG = 128, 1024  # rows of a text that look at a time; up to so many, the first depth's all do
 
 
 def _with_own_chain(queries: Tensor, keys: Tensor, values: Tensor, chain: Sequence[Tensor], visible: Tensor) -> Tensor:

@@ -477,13 +477,14 @@ def test_training_leaves_the_targets_bytes_alone(method: str) -> None:
 # ---------------------------------------------------------------- between depths
 
 
-@pytest.mark.parametrize("scores", [streams.SCORES, 60])  # at once, or a few rows at a time
+@pytest.mark.parametrize("rows", [streams.ROWS, 5])  # at once, or a few at a time
 @pytest.mark.parametrize("drafted", [False, True])
 @any_method
 def test_loss_and_every_gradient_are_those_of_a_naive_float64_pass(
-    method: str, drafted: bool, scores: int, monkeypatch: pytest.MonkeyPatch
+    method: str, drafted: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "SCORES", scores)
+    monkeypatch.setattr(streams, "ROWS", rows)
+    monkeypatch.setattr(streams, "LONG", rows)
     target = target_of("llama")
     terms = TERMS if method == "eagle3" else TERMS | {"smooth_l1": 0.6}
     drafter = eagle(target, method, torch.arange(0, 64, 2) if drafted else None, spread=0.15, objective=terms)

@@ -94,7 +94,8 @@ def test_four_times_the_length_costs_little_more_than_four_times_the_memory(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scores would cost sixteen times as much."""
-    monkeypatch.setattr(streams, "SCORES", 1 << 14)
+    monkeypatch.setattr(streams, "ROWS", 16)
+    monkeypatch.setattr(streams, "LONG", 128)
     short, long = (peak(method, length, 500, {"kl": 1.0}) for length in (256, 1024))
     assert long <= 4.4 * short
 

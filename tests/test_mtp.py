@@ -258,13 +258,14 @@ def test_what_a_method_cannot_be_is_refused_by_name() -> None:
 # ---------------------------------------------------------------- losses
 
 
-@pytest.mark.parametrize("scores", [streams.SCORES, 60])  # at once, or a few rows at a time
+@pytest.mark.parametrize("rows", [streams.ROWS, 5])  # at once, or a few at a time
 @pytest.mark.parametrize("drafted", [False, True])
 @any_kind
 def test_loss_and_every_gradient_are_those_of_a_naive_float64_pass(
-    kind: str, drafted: bool, scores: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, drafted: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "SCORES", scores)
+    monkeypatch.setattr(streams, "ROWS", rows)
+    monkeypatch.setattr(streams, "LONG", rows)
     target = target_of("llama")
     ids = torch.arange(0, 64, 2) if drafted else None
     drafter = drafter_of(kind, target, ids, spread=0.15, objective=TERMS)

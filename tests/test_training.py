@@ -421,9 +421,11 @@ def test_compiling_without_a_compiler_is_refused_or_left_out(monkeypatch: pytest
     cpu, found = torch.device("cpu"), set[str]()
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(loop.shutil, "which", lambda name: name if name in found else None)
-    wishes = {wish: SimpleNamespace(train=SimpleNamespace(compile=wish)) for wish in (False, True, "auto")}
+    wishes = {wish: SimpleNamespace(train=SimpleNamespace(compile=wish)) for wish in (False, True, "auto", "loss")}
     assert [loop._compiles(wishes[wish], cpu) for wish in (False, "auto")] == [False, False]
     with pytest.raises(Refusal, match=r"train.compile=true needs a compiler, .* no g\+\+; nearest: train.compile=auto"):
         loop._compiles(wishes[True], cpu)
+    with pytest.raises(Refusal, match=r"train\.compile=loss needs a compiler"):
+        loop._compiles(wishes["loss"], cpu)
     found.add("clang++")
-    assert [loop._compiles(wish, cpu) for wish in wishes.values()] == [False, True, True]
+    assert [loop._compiles(wish, cpu) for wish in wishes.values()] == [False, True, True, True]

@@ -65,7 +65,7 @@ def fit(cfg: Any) -> None:
     drafter.to(accelerator.device).borrow(trunk.live)
     step = trunk.step(drafter, cfg.train.chunk, target.vocab)
     if _compiles(cfg, accelerator.device):
-        step.fuse()
+        step.fuse(loss_alone=cfg.train.compile == "loss")
     trained, optimizer = accelerator.prepare(step, optimizer)
     yardstick = Yardstick(cfg, tokenizer, data) if accelerator.is_main_process else None
     with record.running(begun, total, drafter, trunk, data):
@@ -107,15 +107,16 @@ def _accelerator(cfg: Any) -> Accelerator:
 
 
 def _compiles(cfg: Any, device: torch.device) -> bool:
-    """Whether the unroll is compiled. Refusal: it is to be, and there is nothing to compile with."""
+    """Whether anything is compiled. Refusal: it is to be, and there is nothing to compile with."""
     if not cfg.train.compile:
         return False
     names = (
         [os.environ.get("CXX"), "g++", "clang++"] if device.type == "cpu" else [os.environ.get("CC"), "gcc", "clang"]
     )
     able = any(shutil.which(name) for name in names if name)
-    if cfg.train.compile is True and not able:
-        raise Refusal(f"train.compile=true needs a compiler, and there is no {names[1]}; nearest: train.compile=auto")
+    if cfg.train.compile != "auto" and not able:
+        asked = f"train.compile={str(cfg.train.compile).lower()}"
+        raise Refusal(f"{asked} needs a compiler, and there is no {names[1]}; nearest: train.compile=auto")
     return able
 
 

@@ -66,12 +66,14 @@ class TrainStep(nn.Module):
         self._unrolled = unrolled
         self._graded: Callable[..., Tensor] | None = None
 
-    def fuse(self) -> None:
-        """Compile the unroll and the loss: a minute or two in the first steps, then fewer passes over memory in all
+    def fuse(self, loss_alone: bool = False) -> None:
+        """Compile the loss, in seconds, and the unroll, in minutes of the first steps: fewer passes over memory in all
         others."""
-        # the unroll is one graph: cutting it where gradients are exchanged gains little, and torch 2.13 fails at it
-        torch._dynamo.config.optimize_ddp = False
-        self._unrolled, self._graded = torch.compile(unrolled, dynamic=True), torch.compile(graded, dynamic=True)
+        self._graded = torch.compile(graded, dynamic=True)
+        if not loss_alone:
+            # the unroll is one graph: cutting it where gradients are exchanged gains little, and torch 2.13 fails at it
+            torch._dynamo.config.optimize_ddp = False
+            self._unrolled = torch.compile(unrolled, dynamic=True)
 
     def counts(self, batch: Batch) -> Counts:
         """What the sums of this batch have to be divided by, before any forward."""

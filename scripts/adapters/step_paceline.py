@@ -61,7 +61,7 @@ def build(case: dict[str, Any]) -> Callable[[], Tensor]:
 
     step = TrainStep(drafter)
     if case["compile"]:
-        step.fuse()
+        step.fuse(loss_alone=case["compile"] == "loss")
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     weight = torch.tensor([options.decay**k for k in range(depths)]) / step.counts(batch).learnt
     learning = list(drafter.parameters())
