@@ -35,7 +35,7 @@ from paceline.data.records import (
     read,
     set_aside,
 )
-from paceline.data.rows import Example, Rows, Writer, keep, kept
+from paceline.data.rows import Example, Rows, Writer, keep, kept, making
 from paceline.data.templates import (
     Row,
     Turn,
@@ -297,21 +297,44 @@ def load(
     skipped, unsupervised = Skipped(where=where), Skipped("assistant turns", where)
     records, content = read(sources, skipped, strict)
     settings = {"max_length": max_length, "limit": limit, "held_out": held_out, "strict": strict}
-    entry = None
-    if cache is not None and content is not None:
-        entry = Path(cache) / _key(tokenizer, content, template, settings)
-        if (about := kept(entry)) is not None:
-            return _dataset(entry, about)
-        entry.parent.mkdir(parents=True, exist_ok=True)
 
-    work = tempfile.TemporaryDirectory(prefix=".", dir=entry and entry.parent)
-    folder = Path(work.name)
+    def made(folder: Path) -> dict[str, Any]:
+        usable = islice(records, limit)
+        rows = encode_all(tokenizer, usable, max_length, unsupervised, template)
+        about = _written(rows, folder, tokenizer, where, skipped, unsupervised, settings)
+        provenance = {"source": source, "path": path, "split": split, **about["provenance"]}
+        if source == "mixture":
+            provenance["parts"] = [part._asdict() for part in sources]
+        return about | {"provenance": provenance}
+
+    if cache is None or content is None:
+        work = tempfile.TemporaryDirectory(prefix=".")
+        return _dataset(Path(work.name), made(Path(work.name)), work)
+    entry = Path(cache) / _key(tokenizer, content, template, settings)
+    if (about := kept(entry)) is None:
+        with making(entry) as folder:
+            if (about := kept(entry)) is None:  # no other process has made it meanwhile
+                about = made(folder)
+                keep(folder, entry, about)
+    return _dataset(entry, about)
+
+
+def _written(
+    encoded: Iterable[tuple[Record, list[Example]]],
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    skipped: Skipped,
+    unsupervised: Skipped,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """Write what `encode_all` gives into shards in `folder`; returns what there is to say about them."""
     train, rest = Writer(folder, "train"), Writer(folder, "held_out")
     chats: list[Record] = []
     supervised = count = aside = 0
     digest = hashlib.sha256()
-    for record, rows in encode_all(tokenizer, islice(records, limit), max_length, unsupervised, template):
-        out = set_aside(record.asked, held_out)
+    for record, rows in encoded:
+        out = set_aside(record.asked, settings["held_out"])
         for row in rows:
             (rest if out else train).add(row)
             supervised += 0 if out else int(row.supervised.sum())
@@ -329,32 +352,23 @@ def load(
             f"{tokenizer.name_or_path}: {unsupervised}"
         )
     if not train.files:
-        raise BadData(f"data.held_out: {held_out} of {count} conversations leaves none to train on")
+        raise BadData(f"data.held_out: {settings['held_out']} of {count} conversations leaves none to train on")
     provenance: dict[str, Any] = {
-        "source": source,
-        "path": path,
-        "split": split,
         "conversations": count,
         "held_out": aside,
         "skipped": {reason: len(places) for reason, places in skipped.reasons.items()},
         "supervised_tokens": supervised,
-        "max_length": max_length,
+        "max_length": settings["max_length"],
         "sha256": digest.hexdigest(),
         "template_sha256": template_hash(tokenizer),
     }
-    if source == "mixture":
-        provenance["parts"] = [part._asdict() for part in sources]
-    about = {
+    return {
         "provenance": provenance,
         "skipped": skipped.reasons,
         "unsupervised": unsupervised.reasons,
         "where": where,
         "held_out_conversations": chats,
     }
-    if entry is None:
-        return _dataset(folder, about, work)
-    keep(folder, entry, about)
-    return _dataset(entry, about)
 
 
 def _key(tokenizer: Any, content: str, template: str | Path | None, settings: dict[str, Any]) -> str:

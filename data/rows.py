@@ -5,12 +5,14 @@ Knows no tokenizer, no template and no record.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -110,6 +112,49 @@ def lengths(rows: Sequence[Example]) -> list[int]:
 
 
 # A kept entry: a folder of shards and about.json, which says what they are and holds their checksums.
+
+
+@contextmanager
+def making(entry: Path) -> Iterator[Path]:
+    """An empty folder beside `entry` to make it in. Whoever else wants it waits, and should look whether it is there.
+
+    What killed processes left of this entry and of others goes away. Raises OSError.
+    """
+    work = entry.with_name(f".{entry.name}")
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
+        held = os.open(work, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if work.exists() and os.path.samestat(os.fstat(held), work.stat()):
+            break
+        os.close(held)  # what was waited for is done, and has another name now
+    try:
+        _empty(work)
+        for left in entry.parent.glob("." + 24 * "[0-9a-f]"):
+            _clear(left)
+        yield work
+    finally:
+        if work.exists():  # it has not become the entry
+            _empty(work)
+            work.rmdir()
+        os.close(held)
+
+
+def _empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def _clear(folder: Path) -> None:
+    """Delete a folder that an entry was made in, unless somebody is at it."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(BlockingIOError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _empty(folder)
+            folder.rmdir()
+    finally:
+        os.close(held)
 
 
 def keep(folder: Path, entry: Path, about: dict[str, Any]) -> None:

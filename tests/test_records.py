@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from paceline.conf.entry import load as config
 from paceline.data.conversations import BadData, Dataset, load, load_tokenizer
 from paceline.data.records import Record, Skipped, Source, mixed, parsed, read
-from paceline.data.rows import Example, Rows, Writer
+from paceline.data.rows import Example, Rows, Writer, kept
 from paceline.models.errors import Refusal
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
@@ -325,6 +327,40 @@ def test_a_spoiled_cache_is_made_anew(tokenizer: Any, tmp_path: Path, monkeypatc
     assert count.times == 2
     assert {path.name: path.read_bytes() for path in entry.iterdir()} == right
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [entry.name], "nothing half made is left"
+
+
+MAKER = """
+import os, sys, time
+from pathlib import Path
+from paceline.data.rows import keep, kept, making
+entry, how = Path(sys.argv[1]), sys.argv[2]
+with making(entry) as folder:
+    if kept(entry) is None:
+        (folder / "made.safetensors").write_bytes(b"rows")
+        print("making", flush=True)
+        time.sleep(600 if how == "killed" else 1)
+        keep(folder, entry, {"by": how})
+"""
+
+
+def test_processes_that_want_the_same_rows_have_them_made_once_and_what_a_kill_leaves_goes_away(tmp_path: Path) -> None:
+    def maker(name: str, how: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", MAKER, str(tmp_path / name), how]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    entry, other, foreign = 24 * "a", 24 * "b", tmp_path / ".git"
+    foreign.mkdir()
+    killed = [maker(entry, "killed"), maker(other, "killed")]
+    for process in killed:
+        assert process.stdout is not None and process.stdout.readline() == "making\n"
+        process.kill()
+        process.communicate()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["." + entry, "." + other, ".git"]
+    together = [maker(entry, how) for how in ("first", "second", "third")]
+    said = [process.communicate(timeout=60)[0] for process in together]
+    assert sorted(said) == ["", "", "making\n"] and not any(process.returncode for process in together)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".git", entry]
+    assert kept(tmp_path / entry) is not None
 
 
 def test_a_read_gives_a_hash_of_the_content_before_the_first_record(tmp_path: Path) -> None:
