@@ -121,13 +121,10 @@ def making(entry: Path) -> Iterator[Path]:
     What killed processes left of this entry and of others goes away. Raises OSError.
     """
     work = entry.with_name(f".{entry.name}")
-    while True:
+    held = None
+    while held is None:  # it may become the entry, or be cleared away, while it is waited for
         work.mkdir(parents=True, exist_ok=True)
-        held = os.open(work, os.O_RDONLY)
-        fcntl.flock(held, fcntl.LOCK_EX)
-        if work.exists() and os.path.samestat(os.fstat(held), work.stat()):
-            break
-        os.close(held)  # what was waited for is done, and has another name now
+        held = _held(work, fcntl.LOCK_EX)
     try:
         _empty(work)
         for left in entry.parent.glob("." + 24 * "[0-9a-f]"):
@@ -140,6 +137,20 @@ def making(entry: Path) -> Iterator[Path]:
         os.close(held)
 
 
+def _held(folder: Path, how: int) -> int | None:
+    """A descriptor that locks a folder; None where it is not there (any more), or, with LOCK_NB, another has it."""
+    try:
+        held = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(held, how)
+        if os.path.samestat(os.fstat(held), folder.stat()):
+            return held
+    os.close(held)
+    return None
+
+
 def _empty(folder: Path) -> None:
     for file in folder.iterdir():
         file.unlink()
@@ -147,13 +158,9 @@ def _empty(folder: Path) -> None:
 
 def _clear(folder: Path) -> None:
     """Delete a folder that an entry was made in, unless somebody is at it."""
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(BlockingIOError):
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _empty(folder)
-            folder.rmdir()
-    finally:
+    if (held := _held(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+        _empty(folder)
+        folder.rmdir()
         os.close(held)
 
 

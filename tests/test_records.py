@@ -351,8 +351,9 @@ def test_processes_that_want_the_same_rows_have_them_made_once_and_what_a_kill_l
     entry, other, foreign = 24 * "a", 24 * "b", tmp_path / ".git"
     foreign.mkdir()
     killed = [maker(entry, "killed"), maker(other, "killed")]
-    for process in killed:
+    for process in killed:  # both are at it, and neither clears the other's away
         assert process.stdout is not None and process.stdout.readline() == "making\n"
+    for process in killed:
         process.kill()
         process.communicate()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["." + entry, "." + other, ".git"]
