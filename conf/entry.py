@@ -35,6 +35,7 @@ CONF = Path(__file__).parent
 
 _SCHEMAS: dict[str, type[Section]] = {
     "benchmark": schema.BenchmarkConfig,
+    "cache_features": schema.CacheConfig,
     "compare": schema.CompareConfig,
     "conformance": schema.ConformanceConfig,
     "convert": schema.ConvertConfig,

@@ -204,7 +204,8 @@ class Data(Section):
     held_out: Share
     template: str | None
     cache: Place | None
-    features: Literal["online", "memory"]
+    features: Literal["online", "memory", "cached", "hybrid"]
+    features_in: Place
     strict: bool
 
     @field_validator("path")
@@ -232,7 +233,7 @@ class Data(Section):
     def keywords(self) -> dict[str, Any]:
         """What `data.conversations.load` is called with."""
         given = self.plain()
-        del given["features"]
+        del given["features"], given["features_in"]
         return given | {"split": self.split if self.source == "hub" else None}
 
 
@@ -367,7 +368,8 @@ class Export(Section):
 
 def method_options(cls: type[Section], options: Any, info: ValidationInfo) -> Any:
     """A method's options, judged by its own class. That needs torch, so it comes last, when all else is right."""
-    if len(info.data) < len(cls.model_fields) - 1 or isinstance(options, BaseModel):
+    names = list(cls.model_fields)
+    if not info.data.keys() >= set(names[: names.index(str(info.field_name))]) or isinstance(options, BaseModel):
         return options
     from paceline.models.drafter import methods
     from paceline.models.drafter import options as options_of
@@ -449,14 +451,22 @@ class TrainConfig(Section):
                     "trunk: frozen, but target=tiny_pretrain knows nothing until it is trained; nearest: pretrain"
                 )
             return
-        if self.data.features == "memory":
-            raise Refusal(f"data.features: memory holds what a trunk={kind} soon no longer says; nearest: online")
+        if self.data.features != "online":
+            kept = self.data.features
+            raise Refusal(f"data.features: {kept} holds what a trunk={kind} soon no longer says; nearest: online")
         if self.train.compile:
             raise Refusal(f"train.compile: {self.train.compile} is for a frozen trunk, not for {kind}; nearest: false")
         if quantize != "none":
             raise Refusal(f"target.quantize: {quantize} can be drafted for, not trained: trunk={kind}; nearest: none")
         if self.method.taps == ():
             raise Refusal(f"trunk: {kind}, but {self.method.name} reads none of the target's states; nearest: frozen")
+
+
+class CacheConfig(TrainConfig):
+    """All of scripts/cache_features.py: the options of the training that will read the states, so that both are given
+    the same words."""
+
+    processes: Positive
 
 
 class _Drafted(Section):

@@ -77,8 +77,10 @@ def pack(examples: Sequence[Example], width: int = 0) -> Batch:
 class Loader:
     """Every example once per epoch, in optimiser steps of at most `batch_tokens` tokens over all ranks together.
 
-    Which examples make a step depends on (seed, epoch, batch_tokens) alone, never on how many processes or
-    micro-batches share it; a longer example is a step of its own. Every rank gets equally many steps and micro-batches.
+    Which examples make a step depends on (seed, batch_tokens) alone, never on how many processes or micro-batches share
+    it; a longer example is a step of its own. Every rank gets equally many steps and micro-batches. What is packed
+    together stays together, and with its rank, in all epochs; each has an order of steps of its own. So what the target
+    says of a micro-batch is, to the bit, the same whenever it is asked, and may be remembered.
     """
 
     examples: Sequence[Example]
@@ -88,15 +90,15 @@ class Loader:
     rank: int = 0
     seed: int = 0
 
-    def steps(self, epoch: int) -> int:
-        """Optimiser steps in this epoch; the same on every rank."""
-        return len(self._groups(epoch))
+    def steps(self) -> int:
+        """Optimiser steps in an epoch; the same on every rank."""
+        return len(self._groups)
 
     def steps_of(self, tokens: int) -> int:
         """Optimiser steps, over as many epochs as it takes, that read `tokens` tokens or the first few more."""
         taken = epoch = 0
         while True:
-            for group in self._groups(epoch):
+            for group in self._order(epoch):
                 taken += 1
                 tokens -= sum(self._sizes[i] for i in group)
                 if tokens <= 0:
@@ -105,13 +107,18 @@ class Loader:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """Per optimiser step from `start` on: this rank's `accumulate` micro-batches, balanced by tokens."""
-        for group in self._groups(epoch)[start:]:
+        for group in self._order(epoch)[start:]:
             yield [self.packed(part) for part in self._parts(group)[self.rank :: self.world]]
 
-    def homes(self) -> dict[int, tuple[int, ...]]:
-        """Each example -> the examples it is packed with in epoch 0, whichever process has them."""
-        parts = [tuple(part) for group in self._groups(0) for part in self._parts(group)]
-        return {i: part for part in parts for i in part}
+    def parts(self) -> Iterator[list[int]]:
+        """The examples of every micro-batch of this rank, where it has any."""
+        for group in self._groups:
+            yield from filter(None, self._parts(group)[self.rank :: self.world])
+
+    @property
+    def packing(self) -> dict[str, int]:
+        """All that says which examples are packed together."""
+        return {"batch_tokens": self.batch_tokens, "parts": self.world * self.accumulate, "seed": self.seed}
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -127,14 +134,22 @@ class Loader:
             load[lightest] += self._sizes[i]
         return parts
 
-    def _groups(self, epoch: int) -> list[list[int]]:
+    def _order(self, epoch: int) -> list[list[int]]:
+        """The steps of an epoch; those of the first stand in shuffled order as they are."""
+        order = list(self._groups)
+        if epoch:
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
+
+    @cached_property
+    def _groups(self) -> list[list[int]]:
         """First fit, in shuffled order: each example goes into the first of the open steps that has room for it.
 
         The oldest open step is closed when there are more than OPEN: what a step holds comes from one stretch of the
         order, and the time this takes does not grow faster than the data.
         """
         order = list(range(len(self.examples)))
-        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        random.Random(f"{self.seed}/0").shuffle(order)
         groups: list[list[int]] = []
         room: list[int] = []
         for i in order:

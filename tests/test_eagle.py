@@ -766,9 +766,9 @@ def test_a_run_goes_on_from_an_exports_weights(
     begun: list[tuple[Drafter, dict[str, Tensor]]] = []
     trunk_of = loop.trunk_of
 
-    def watching(cfg: Any, target: Target, drafter: Drafter, loader: Any) -> Any:
+    def watching(cfg: Any, target: Target, drafter: Drafter, *rest: Any) -> Any:
         begun.append((drafter, {name: tensor.clone() for name, tensor in drafter.state_dict().items()}))
-        return trunk_of(cfg, target, drafter, loader)
+        return trunk_of(cfg, target, drafter, *rest)
 
     monkeypatch.setattr(loop, "trunk_of", watching)
     # how it is trained may differ, what it is may not

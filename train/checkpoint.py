@@ -12,13 +12,16 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paceline.models.errors import Refusal
 from paceline.models.export import load_tensors
@@ -34,35 +37,68 @@ def generators(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """What is sharded over processes, of which all have to ask, gathered; anything else as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def held(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What `save` writes, whole and on the CPU: weights by name, moments by name|kind. All processes take part."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    moments = {
+        f"{names[parameter]}|{key}": whole(value).detach().cpu().contiguous()
+        for parameter, kinds in optimizer.state.items()
+        for key, value in kinds.items()
+    }
+    weights = {name: whole(tensor).detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+    return weights, moments
+
+
 def save(
     folder: Path,
     step: int,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    weights: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
     rng: Sequence[Mapping[str, Tensor]],
     state: dict[str, Any],
 ) -> Path:
     """Write `folder/step-NNNNNN`.
 
     Args:
-        rng: the `generators` of each rank. state: plain types: best so far, tokens seen, world size ...
+        weights, moments: `held`. rng: the `generators` of each rank. state: plain types: best so far, tokens seen,
+            world size ...
+
+    Raises Refusal where that is not possible; what was written before stays.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     place = folder / f"step-{step:06d}"
-    work = Path(tempfile.mkdtemp(prefix=HIDDEN, dir=folder))
+    with writing(place):
+        _write(place, step, weights, moments, rng, state)
+    return place
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Say in one line what cannot be written, most likely since the disk is full. Raises Refusal."""
     try:
-        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        moments = {
-            f"{names[parameter]}|{key}": value.detach().cpu().contiguous()
-            for parameter, held in optimizer.state.items()
-            for key, value in held.items()
-        }
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()},
-            work / "drafter.safetensors",
-        )
-        save_file(moments, work / "optimizer.safetensors")
-        drawn = {_slot(rank, kind): held for rank, states in enumerate(rng) for kind, held in states.items()}
+        yield
+    except (OSError, SafetensorError) as error:
+        raise Refusal(f"out: {place} cannot be written ({error}); what was written before stays") from error
+
+
+def _write(
+    place: Path,
+    step: int,
+    weights: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
+    rng: Sequence[Mapping[str, Tensor]],
+    state: dict[str, Any],
+) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=HIDDEN, dir=place.parent))
+    try:
+        save_file(dict(weights), work / "drafter.safetensors")
+        save_file(dict(moments), work / "optimizer.safetensors")
+        drawn = {_slot(rank, kind): drawn for rank, states in enumerate(rng) for kind, drawn in states.items()}
         save_file(drawn, work / "rng.safetensors")
         (work / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
         for file in work.iterdir():
@@ -71,9 +107,18 @@ def save(
         work.chmod(0o755)
         _discard(place)
         work.rename(place)
+        _settled(place.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return place
+
+
+def _settled(folder: Path) -> None:
+    """Have the names in a folder on the disk, as its files are: a rename that a power cut undoes was none."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(held)
+    finally:
+        os.close(held)
 
 
 def newest(folder: Path) -> Path | None:
@@ -107,9 +152,9 @@ def _discard(place: Path) -> None:
 
 
 def load(
-    place: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, device: torch.device
-) -> dict[str, Any]:
-    """Put a checkpoint back into module, optimiser and the `generators` of `device`; returns its state.
+    place: Path, module: nn.Module, rank: int, world: int, device: torch.device
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Put a checkpoint back into a module and the `generators` of `device`; returns its state, and moments for `give`.
 
     A GPU's generator stays as it is where the checkpoint was written on another kind of device, or before it was kept.
 
@@ -136,14 +181,22 @@ def load(
     known = {key.partition("|")[0] for key in moments}
     if known and known != trained.keys():  # none: no step has been taken
         raise Refusal(f"{where}: the optimiser's tensors are not this drafter's, see {min(known ^ trained.keys())}")
+    torch.set_rng_state(rng[_slot(rank, "cpu")])
+    if (drawn := rng.get(_slot(rank, device.type))) is not None and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(drawn, device)
+    return state, moments
+
+
+def give(moments: Mapping[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put moments back, each where its parameter lies, and sharded as that is."""
+    parameters = dict(module.named_parameters())
     for key, value in moments.items():
         name, _, kind = key.partition("|")
-        # the step count of a fused AdamW lives where the parameter lives
-        optimizer.state[trained[name]][kind] = value.to(trained[name].device)
-    torch.set_rng_state(rng[_slot(rank, "cpu")])
-    if (held := rng.get(_slot(rank, device.type))) is not None and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(held, device)
-    return state
+        parameter = parameters[name]
+        value = value.to(parameter.device)  # the step count of a fused AdamW lives where the parameter lives
+        if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        optimizer.state[parameter][kind] = value
 
 
 def _slot(rank: int, kind: str) -> str:

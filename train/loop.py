@@ -8,15 +8,24 @@ import atexit
 import math
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    broadcast_object_list,
+    gather_object,
+    set_seed,
+)
+from torch.distributed.tensor import DTensor
 
 from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
@@ -56,38 +65,43 @@ def fit(cfg: Any) -> None:
         accelerator.process_index,
         cfg.seed,
     )
-    trunk = trunk_of(cfg, target, drafter, loader)
+    trunk = trunk_of(cfg, target, drafter, loader, data, record.show_features)
     learners = trunk.learners(drafter)
     optimizer = _optimizer(cfg, trunk.groups(drafter))
     total = _total(cfg, loader)
-    begun = _resumed(place, record, learners, optimizer, accelerator) if place is not None else 0
+    begun, moments = _resumed(place, record, learners, accelerator) if place is not None else (0, {})
     pace = Pace(total, cfg.train.minutes, begun, record.seconds)
     drafter.to(accelerator.device).borrow(trunk.live)
     step = trunk.step(drafter, cfg.train.chunk, target.vocab)
     if _compiles(cfg, accelerator.device):
         step.fuse(loss_alone=cfg.train.compile == "loss")
     trained, optimizer = accelerator.prepare(step, optimizer)
+    checkpoint.give(moments, learners, optimizer.optimizer)
     yardstick = Yardstick(cfg, tokenizer, data) if accelerator.is_main_process else None
-    with record.running(begun, total, drafter, trunk, data):
+    # not at once: processes that have parted do not meet again, and --multirun may have another run for them
+    atexit.register(PartialState().destroy_process_group)
+    with record.running(begun, total, drafter, trunk, data), _signals() as signals:
         for number, parts in _steps(loader, total if record.ended else begun, total):
             at, last = _agreed(cfg, pace.at(number, record.seconds))
             trunk.turn(at, total)
             _set_rates(cfg, optimizer, at, total)
-            news = _update(cfg, accelerator, trained, step, trunk, optimizer, parts)
+            news = _update(cfg, accelerator, trained, step, trunk, optimizer, parts, bool(signals))
             record.step(number, news, optimizer.param_groups[0]["lr"], last)
 
             # once in a while: decode held-out prompts with the weights as exported, and keep the best
             if last or (cfg.eval.every and number % cfg.eval.every == 0):
+                whole = _whole(drafter, trunk)
                 if yardstick is not None:
-                    record.measured(number, yardstick.measure(drafter, trunk), drafter, trunk, data)
+                    record.measured(number, yardstick.measure(whole, trunk), whole, trunk, data)
                 accelerator.wait_for_everyone()
             # once in a while: save everything an exact resume needs
-            if last or number % cfg.train.save_every == 0:
+            if last or number % cfg.train.save_every == 0 or news["stop"]:
                 _save(cfg, record, number, learners, optimizer, accelerator)
             if last:
                 break
-    # not at once: processes that have parted do not meet again, and --multirun may have another run for them
-    atexit.register(PartialState().destroy_process_group)
+            if news["stop"]:
+                record.console.print(f"stopped after step {number}, which is saved: resume=true goes on")
+                raise SystemExit(128 + signal.SIGTERM)
 
 
 # ---------------------------------------------------------------- build
@@ -103,7 +117,23 @@ def _accelerator(cfg: Any) -> Accelerator:
     if index:
         torch.cuda.set_device(int(index))
     precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[cfg.dtype]
-    return Accelerator(cpu=cpu, mixed_precision=precision)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
+    if accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        if cfg.trunk.kind != "frozen":
+            raise Refusal(f"trunk: {cfg.trunk.kind} cannot be sharded yet; nearest: conf/accelerate/ddp.yaml")
+        _shard(accelerator.state)
+    return accelerator
+
+
+def _shard(state: AcceleratorState) -> None:
+    """Have weights, gradients and moments sharded over the processes, also without GPUs, where Accelerate would not.
+
+    Weights stay float32: what computes in another dtype does so by autocast, as where nothing is sharded.
+    """
+    plugin = FullyShardedDataParallelPlugin()
+    if plugin.fsdp_version != 2:
+        raise Refusal("fsdp_version: 1 is not available; nearest: 2, as in conf/accelerate/fsdp2.yaml")
+    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
 
 
 def _compiles(cfg: Any, device: torch.device) -> bool:
@@ -147,7 +177,7 @@ def _total(cfg: Any, loader: Loader) -> int:
     """Optimiser steps that were asked for, in whichever unit."""
     if cfg.train.tokens:
         return loader.steps_of(cfg.train.tokens)
-    return cfg.train.steps or math.ceil(cfg.train.epochs * loader.steps(0))
+    return cfg.train.steps or math.ceil(cfg.train.epochs * loader.steps())
 
 
 def _optimizer(cfg: Any, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
@@ -160,27 +190,51 @@ def _optimizer(cfg: Any, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
     )
 
 
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGTERM, by which a machine announces that it will be taken away: the step is finished and saved."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # where Python takes no signals
+        yield caught
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: caught.append(number))
+    try:
+        yield caught
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _save(cfg: Any, record: Record, number: int, learners: Any, optimizer: Any, accelerator: Accelerator) -> None:
     """Write a checkpoint, and forget the oldest. All processes take part."""
     rng = gather_object([checkpoint.generators(accelerator.device)])
+    weights, moments = checkpoint.held(learners, optimizer.optimizer)
     if accelerator.is_main_process:
         scaler = {} if accelerator.scaler is None else {"scaler": accelerator.scaler.state_dict()}
-        checkpoint.save(record.checkpoints, number, learners, optimizer.optimizer, rng, record.state() | scaler)
+        checkpoint.save(record.checkpoints, number, weights, moments, rng, record.state() | scaler)
         checkpoint.prune(record.checkpoints, cfg.train.keep)
     accelerator.wait_for_everyone()
 
 
-def _resumed(
-    place: Path, record: Record, learners: Any, optimizer: torch.optim.Optimizer, accelerator: Accelerator
-) -> int:
-    """Steps already taken, with weights, moments and generators put back."""
-    state = checkpoint.load(
-        place, learners, optimizer, accelerator.process_index, accelerator.num_processes, accelerator.device
+def _resumed(place: Path, record: Record, learners: Any, accelerator: Accelerator) -> tuple[int, dict[str, Any]]:
+    """Steps already taken, with weights and generators put back, and the moments that the optimiser is to be given."""
+    state, moments = checkpoint.load(
+        place, learners, accelerator.process_index, accelerator.num_processes, accelerator.device
     )
     record.restore(state, place)
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
-    return state["step"]
+    return state["step"], moments
+
+
+def _whole(drafter: Drafter, trunk: Trunk) -> Drafter:
+    """The drafter, or where its weights are sharded over the processes, of which all take part, a copy of the whole."""
+    weights = drafter.state_dict()
+    if not any(isinstance(tensor, DTensor) for tensor in weights.values()):
+        return drafter
+    copy = build(drafter.options, drafter.shape, drafter.vocab_map).to(trunk.live.device)
+    copy.load_state_dict({name: checkpoint.whole(tensor) for name, tensor in weights.items()})
+    copy.borrow(trunk.live)
+    return copy
 
 
 # ---------------------------------------------------------------- step
@@ -188,16 +242,14 @@ def _resumed(
 
 def _steps(loader: Loader, begun: int, total: int) -> Iterator[tuple[int, list[Batch]]]:
     """(step from 1, this rank's micro-batches), epoch after epoch, from step `begun` + 1 to `total`."""
-    number, epoch = 0, 0
+    steps = loader.steps()
     while begun < total:
-        steps = loader.steps(epoch)
-        if number + steps > begun:
-            for parts in loader.batches(epoch, start=max(0, begun - number)):
-                begun += 1
-                yield begun, parts
-                if begun == total:
-                    return
-        number, epoch = number + steps, epoch + 1
+        epoch, start = divmod(begun, steps)
+        for parts in loader.batches(epoch, start):
+            begun += 1
+            yield begun, parts
+            if begun == total:
+                return
 
 
 def _agreed(cfg: Any, told: tuple[float, bool]) -> tuple[float, bool]:
@@ -213,43 +265,53 @@ def _update(
     trunk: Trunk,
     optimizer: Any,
     parts: list[Batch],
+    stop: bool = False,
 ) -> dict[str, Any]:
     """One optimiser step: gradients of all parts, divided once by the counts of all parts of all processes.
 
     Returns sums and counts over all of them, per depth: `loss` over `learnt` rows, `right` of `asked`. Behind the
-    depths stand the trunk's own terms, in `loss` and `learnt`.
+    depths stand the trunk's own terms, in `loss` and `learnt`. `stop`: whether any process was asked to.
     """
     parts = [part.to(accelerator.device) for part in parts]
     counts = [step.counts(part) for part in parts]
     learnt = accelerator.reduce(sum(count.learnt for count in counts), "sum")
     asked = accelerator.reduce(sum(count.asked for count in counts), "sum")
-    tokens = accelerator.reduce(learnt.new_tensor(sum(part.tokens for part in parts)), "sum")
+    said = accelerator.reduce(learnt.new_tensor([sum(part.tokens for part in parts), stop]), "sum")
     depths = [step.drafter.options.decay**k for k in range(step.depths)]
     weight = torch.tensor(trunk.weights(depths), device=accelerator.device)
     # DDP averages over processes what has to be summed
     scale = weight / learnt.clamp(min=1) * accelerator.num_processes
     loss = torch.zeros_like(weight)
     right = torch.zeros_like(asked)
+    losses = []
     for index, part in enumerate(parts):
         inputs = trunk.inputs(part)
         with accelerator.no_sync(trained) if index + 1 < len(parts) else nullcontext():
-            sums = trained(part, *inputs, scale)
+            with accelerator.autocast():
+                sums = trained(part, *inputs, scale)
             accelerator.backward(sums.total)
-        loss, right = loss + sums.loss, right + sums.right
+        losses.append(sums.loss.detach())
+        loss, right = loss + losses[-1], right + sums.right
     learning = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm = accelerator.clip_grad_norm_(learning, cfg.train.clip)
+    norm = checkpoint.whole(accelerator.clip_grad_norm_(learning, cfg.train.clip))
     finite, empty = bool(torch.isfinite(norm)), not bool(learnt.any())
+    faults = (
+        [] if finite else [part.members for part, own in zip(parts, losses, strict=True) if not own.isfinite().all()]
+    )
     # neither gradients that are not finite nor a step without any may move the moments, or the weights by their decay
     # (float16's scaler leaves out the former by itself, and has to see them)
     if not empty and (finite or accelerator.scaler is not None):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    tokens, stops = said.tolist()
     return {
         "loss": accelerator.reduce(loss, "sum").tolist(),
         "learnt": learnt.tolist(),
         "right": accelerator.reduce(right, "sum").tolist(),
         "asked": asked.tolist(),
-        "tokens": int(tokens),
+        "tokens": tokens,
+        "stop": stops > 0,
+        "examples": [] if finite else sorted(i for members in gather_object(faults) for i in members),
         "grad_norm": float(norm),
         "skipped": not finite,
         "empty": empty,

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import count
@@ -21,8 +21,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.distributed.tensor import DTensor
 
-from paceline.data.conversations import Dataset, coloured, supervision
+from paceline.data.conversations import Dataset, Example, coloured, supervision
 from paceline.decode.pages import training_page
 from paceline.models.drafter import Drafter
 from paceline.models.errors import Refusal
@@ -31,9 +32,20 @@ from paceline.train import checkpoint
 from paceline.train.trunk import Trunk
 from paceline.train.yardstick import Measurement
 
-# What may differ between a run and its resumption without making it another run.
 BEFORE = {"trunk": {"kind": "frozen"}}  # what runs of before there was a choice did
-FREE = {"out", "resume", "tracker.name", "tracker.mode", "train.save_every", "train.keep", "train.log_every"}
+# What may differ between a run and its resumption without making it another run. Where hidden states come from changes
+# no bit, unless they were packed otherwise, and then that is said.
+FREE = {
+    "out",
+    "resume",
+    "data.features",
+    "data.features_in",
+    "tracker.name",
+    "tracker.mode",
+    "train.save_every",
+    "train.keep",
+    "train.log_every",
+}
 
 
 class Record:
@@ -60,6 +72,8 @@ class Record:
         self.out = Path(told[0])
         self.checkpoints = self.out / "checkpoints"
         self._tracker: Any = None
+        self._tokenizer: Any = None
+        self._train: Sequence[Example] = ()
         self._bar: Progress | None = None
         self._consecutive = 0  # skipped steps, up to now
         self._pending: list[dict[str, Any]] = []  # steps since the last line of metrics.jsonl
@@ -127,7 +141,7 @@ class Record:
 
     def show_data(self, data: Dataset, tokenizer: Any) -> None:
         """How much is supervised, what was left out, and one example with its mask in colour."""
-        show = self.console.print
+        show, self._train, self._tokenizer = self.console.print, data.train, tokenizer
         documents = f"{len(data.train)} documents to train on, {len(data.held_out)} held out"
         show(f"[bold]data[/]: {documents}; {supervision(data.train)}")
         for report in (data.skipped, data.unsupervised):
@@ -135,6 +149,10 @@ class Record:
                 show(f"  {report}", highlight=False)
         show("one example, what the drafter learns to predict is marked:", style="dim")
         show(coloured(data.train[0], tokenizer))
+
+    def show_features(self, line: str) -> None:
+        """Where the target's states come from, and what that costs."""
+        self.console.print(f"[bold]features[/]: {line}", highlight=False)
 
     @contextmanager
     def running(self, begun: int, total: int, drafter: Drafter, trunk: Trunk, data: Dataset) -> Iterator[None]:
@@ -173,6 +191,8 @@ class Record:
         covered = ""
         if self.coverage is not None and drafter.vocab_map is not None:
             covered = f", draft vocabulary {len(drafter.vocab_map)} ({self.coverage:.1%} of supervised tokens)"
+        if any(isinstance(parameter, DTensor) for parameter in drafter.parameters()):
+            beside += f", sharded over {self.world} processes,"
         self.console.print(
             f"[bold]{drafter.options.name}[/]: {size:.1f} M parameters{beside} trained for "
             f"{trunk.original.source}{covered}; "
@@ -196,9 +216,12 @@ class Record:
         self.skipped += news["skipped"]
         self.empty += news["empty"]
         self._consecutive = self._consecutive + 1 if news["skipped"] else 0
+        if news["skipped"]:
+            self.console.print(f"step {number}: left out, {self._fault(news['examples'])}", highlight=False)
         if self._consecutive >= 5:
             raise Refusal(
-                f"train.lr={self.cfg.train.lr}: the gradients of five steps in a row were not finite (step {number})"
+                f"train.lr={self.cfg.train.lr}: the gradients of five steps in a row were not finite (step {number}: "
+                f"{self._fault(news['examples'])})"
             )
         if news["skipped"]:  # its loss is no number: it counts as nothing learnt
             nothing = [0] * len(news["loss"])
@@ -233,6 +256,14 @@ class Record:
         elif number == 1 or last or number % (every * 10) == 0:
             self.console.print(f"step {number}/{self.total}  {note}", highlight=False)
 
+    def _fault(self, examples: list[int]) -> str:
+        """Which examples gave a step gradients that are not finite, and how the first of them begins."""
+        if not examples:
+            return "its gradients are not finite"
+        begins = self._tokenizer.decode(self._train[examples[0]].ids[:24]) if self._tokenizer else ""
+        more = f" and {len(examples) - 8} more" if len(examples) > 8 else ""
+        return f"not finite at examples {', '.join(map(str, examples[:8]))}{more}; the first begins {begins!r}"
+
     def measured(self, number: int, found: Measurement, drafter: Drafter, trunk: Trunk, data: Dataset) -> None:
         """Take note of a decode of the held-out prompts; the best drafter so far becomes the export."""
         length = found.acceptance.mean_acceptance_length or 0.0
@@ -249,7 +280,8 @@ class Record:
         self._page()
         if better:
             self.best, self.best_step = length, number
-            self._export(number, found, drafter, trunk, data)
+            with checkpoint.writing(self.out / "export"):
+                self._export(number, found, drafter, trunk, data)
         self._clock = time.monotonic()  # decoding is no training time
 
     def _export(self, number: int, found: Measurement, drafter: Drafter, trunk: Trunk, data: Dataset) -> None:
@@ -285,7 +317,8 @@ class Record:
     def _write(self, line: dict[str, Any]) -> None:
         if not self.main:
             return
-        with (self.out / "metrics.jsonl").open("a") as file:
+        place = self.out / "metrics.jsonl"
+        with checkpoint.writing(place), place.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self._tracker is not None:
             flat = {
@@ -384,8 +417,9 @@ def _ratios(rows: list[dict[str, Any]], part: str, whole: str) -> list[float | N
 def _write_whole(path: Path, text: str) -> None:
     """Replace a file by another in one move: a killed run leaves the old or the new."""
     work = path.with_name(f".{path.name}")
-    work.write_text(text)
-    os.replace(work, path)
+    with checkpoint.writing(path):
+        work.write_text(text)
+        os.replace(work, path)
 
 
 def _short(values: Any, digits: int) -> str:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from paceline.data.batch import Batch
 from paceline.models.drafter import Context, Drafter
+from paceline.models.errors import Refusal
 from paceline.models.streams import ChainKeys
 from paceline.train.chunks import Found, summed
 from paceline.train.objective import FEATURE_TERMS, NEEDS_TEACHER, graded, learn, mixed_features
@@ -213,6 +214,8 @@ def ranks(
         column = []
         for part, token in zip((root - 1 - drafter.first_row).split(chunk), goal.split(chunk), strict=True):
             logits = drafter.head(state.flatten(0, 1)[part], k)[:, :known].float()
+            if not (logits < torch.inf).all():  # what is no number would rank as right
+                raise Refusal(f"export.dtype: this drafter's logits overflow in {drafter.dtype}; nearest: float32")
             label = labels[token][:, None]
             score = logits.gather(1, label)
             # ties go to the lower draft id, as with argmax

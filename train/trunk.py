@@ -13,18 +13,20 @@ Knows the step and its loss terms. Does not know methods, files or the loop.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch, Loader
+from paceline.data.conversations import Dataset
+from paceline.data.features import Features
 from paceline.models.drafter import Drafter
 from paceline.models.target import Target
 from paceline.models.trunk import Learnt
 from paceline.train.chunks import Found, summed
-from paceline.train.features import Features
+from paceline.train.features import features_of
 from paceline.train.objective import learn
 from paceline.train.step import Counts, Sums, TrainStep, predicted
 
@@ -186,10 +188,12 @@ class TrainedTrunk(nn.Module):
 Trunk = FrozenTrunk | TrainedTrunk
 
 
-def trunk_of(cfg: Any, original: Target, drafter: Drafter, loader: Loader) -> Trunk:
-    """The trunk that `cfg.trunk` asks for."""
+def trunk_of(
+    cfg: Any, original: Target, drafter: Drafter, loader: Loader, data: Dataset, tell: Callable[[str], None]
+) -> Trunk:
+    """The trunk that `cfg.trunk` asks for; of a frozen one's states `tell` is given a line."""
     if cfg.trunk.kind == "frozen":
-        return FrozenTrunk(original, Features(original, drafter.taps, loader, cfg.data.features == "memory"))
+        return FrozenTrunk(original, features_of(cfg, original, drafter.taps, loader, data, tell))
     return TrainedTrunk(original, cfg.trunk)
 
 
