@@ -131,9 +131,10 @@ def making(entry: Path) -> Iterator[Path]:
             _clear(left)
         yield work
     finally:
-        if work.exists():  # it has not become the entry
-            _empty(work)
-            work.rmdir()
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(held), work.stat()):  # it has not become the entry
+                _empty(work)
+                work.rmdir()
         os.close(held)
 
 
