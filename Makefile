@@ -15,13 +15,15 @@ HALF   := $(shell expr \( $(CORES) + 1 \) / 2)
 LAUNCH_TWO := $(if $(shell command -v nvidia-smi),$(LAUNCH),OMP_NUM_THREADS=$(HALF) $(BIN)/torchrun --standalone --nproc-per-node 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo eagle test lint clean
+.PHONY: help setup demo eagle test kills gpu-smoke lint clean
 
 help:
 	@echo "make setup   build .venv with the tested versions"
 	@echo "make demo    train Medusa heads on the embedded target and measure them (outputs/demo)"
 	@echo "make eagle   the same with EAGLE-3, in less than half an hour (outputs/eagle)"
 	@echo "make test    lint and run every test"
+	@echo "make kills   kill training runs twenty times each, and compare how they end"
+	@echo "make gpu-smoke   every method a few steps on a GPU: bfloat16, compiled"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove .venv, builds and caches; outputs/ stays"
 
@@ -57,6 +59,24 @@ lint: setup
 # One file stays on one worker, so that what a file loads is loaded once.
 test: setup lint
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# Minutes: each run is killed at twenty random points.
+kills: setup
+	KILLS=20 $(BIN)/pytest -q tests/test_kill.py
+
+# entry:method:what it needs beside. Without a GPU nothing is run, and that is said.
+SMOKE := draft:draft: eagle:eagle3: eagle:eagle: eagle:hass: medusa:medusa: medusa:hydra_heads: mtp:mtp: mtp:mtp_sequential: \
+         medusa:medusa2:train.compile=false
+
+gpu-smoke: setup
+	@$(BIN)/python -c "import torch, sys; sys.exit(not torch.cuda.is_available())" \
+		|| { echo "gpu-smoke: there is no CUDA GPU here, nothing was run"; exit 1; }
+	@for one in $(SMOKE); do \
+		entry=$${one%%:*}; rest=$${one#*:}; method=$${rest%%:*}; more=$${rest#*:}; out=outputs/smoke/$$method; rm -rf $$out; \
+		$(LAUNCH) train/$$entry.py method=$$method train.steps=20 train.compile=true data.limit=200 eval.held_out_prompts=4 out=$$out $$more && \
+		$(BIN)/python scripts/evaluate.py drafter=$$out/export eval.limit=4 eval.max_new_tokens=32 hf_baseline=false out=$$out || exit 1; \
+	done
+	@echo "gpu-smoke: every method trained, exported and decoded"
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -5,8 +5,12 @@ Knows the entry's options and the names of a run's files.
 
 import hashlib
 import json
+import multiprocessing
+import os
 import random
 import shutil
+import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.conf.entry import load
 from paceline.models.target import Target
+from paceline.train.loop import fit
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 288  # rows of the tables; the bundled tokenizer knows 259 ids
@@ -87,6 +92,35 @@ def options(folder: Path, target: Path, *more: str) -> list[str]:
 def config(folder: Path, target: Path, *more: str, program: str = "medusa") -> Any:
     """`options`, checked, for a program of train/."""
     return load(program, *options(folder, target, *more))
+
+
+def ranks(world: int, program: str, words: Sequence[str], env: Mapping[str, str] | None = None) -> list[Any]:
+    """`fit` as so many processes that are one run, begun: forked off one that has all modules loaded, so in no time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["paceline.train.loop", "paceline.train.yardstick", "runs"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    places = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(env or {})}
+    begun = []
+    for rank in range(world):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+        begun.append(context.Process(target=_rank, args=(program, list(words), places | own if world > 1 else {})))
+        begun[-1].start()
+    return begun
+
+
+def _rank(program: str, words: list[str], env: dict[str, str]) -> None:
+    os.environ.update(env)
+    fit(load(program, *words))
+
+
+def finished(processes: list[Any], timeout: float = 300) -> list[int]:
+    """Exit codes of processes that have been waited for; a hang is a failure."""
+    for process in processes:
+        process.join(timeout)
+        assert process.exitcode is not None, "it hangs"
+    return [process.exitcode for process in processes]
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

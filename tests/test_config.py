@@ -328,6 +328,8 @@ def test_every_yaml_of_every_group_is_valid(choice: str, tmp_path: Path, monkeyp
         "data=hub": ["data.path=org/chats"],
         "data=mixture": [f"data.parts=[{{path: {tmp_path}/chats.jsonl, weight: 2}}, {{source: self}}]"],
     }
+    recipes = [f"experiment={name}" for name in ("llama31_8b", "llama33_70b", "qwen3_8b")]
+    needs |= dict.fromkeys(recipes, needs["data=jsonl"])
     elsewhere = {"method=ngram": ["method@ngram=ngram"]} | {word: [word] for word in ("target=export", "eval=prompts")}
     if choice.startswith("comparison="):
         assert planned(load("compare", choice, f"out={tmp_path}/runs"))  # every job's own options too
@@ -338,7 +340,9 @@ def test_every_yaml_of_every_group_is_valid(choice: str, tmp_path: Path, monkeyp
         assert validated(TrainConfig, yaml.safe_load(cfg.yaml()), "/nowhere") == cfg  # config.yaml of a run reads back
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle", "generate", "synthesize", "inspect_data", "benchmark"])
+@pytest.mark.parametrize(
+    "name", ["medusa", "eagle", "cache_features", "generate", "synthesize", "inspect_data", "benchmark"]
+)
 def test_every_entry_runs_on_the_tiny_target(name: str) -> None:
     assert load(name, "target=tiny").target.name == "tiny"
 
@@ -351,12 +355,12 @@ def test_every_number_says_how_to_choose_it() -> None:
                 assert "# " in line or file.parent.name == "accelerate", f"{file.name}: {line}"
 
 
-@pytest.mark.parametrize("name", ["cpu", "cpu2"])
-def test_accelerate_reads_its_files(name: str) -> None:
+@pytest.mark.parametrize("file", sorted((CONF / "accelerate").glob("*.yaml")), ids=lambda file: file.stem)
+def test_accelerate_reads_its_files(file: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    config = load_config_from_file(str(CONF / "accelerate" / f"{name}.yaml"))
-    assert config.num_processes == (2 if name == "cpu2" else 1)
+    processes = {"cpu": 1, "multi_node": 16}.get(file.stem, 2)
+    assert load_config_from_file(str(file)).num_processes == processes
 
 
 def test_a_config_cannot_be_changed() -> None:

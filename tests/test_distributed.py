@@ -13,12 +13,27 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from runs import ROOT, checkpoint_of_target, config, corpus, metrics, options, steps
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser, prepare_multi_gpu_env
+from runs import (
+    ROOT,
+    checkpoint_of_target,
+    config,
+    contents,
+    corpus,
+    finished,
+    metrics,
+    options,
+    ranks,
+    steps,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.data.batch import Loader
 from paceline.data.conversations import load_tokenizer
+from paceline.decode import Decoder, chain
+from paceline.models.export import load_export
+from paceline.models.target import Target
 from paceline.train import loop
 from paceline.train.loop import fit
 
@@ -189,3 +204,53 @@ def test_two_processes_without_a_folder_agree_on_one_and_on_one_tracked_run_whic
     again, config, seen = tracked(second)
     assert again == name and seen == [3] and config["train"] == plain["train"]
     assert [line["step"] for line in steps(run)] == [1, 2, 3]
+
+
+# ---------------------------------------------------------------- sharded
+
+
+def launch_environment(file: str) -> dict[str, str]:
+    """What `accelerate launch --config_file conf/accelerate/FILE` tells the processes it starts."""
+    parser = launch_command_parser()
+    args = parser.parse_args(["--config_file", str(ROOT / "conf" / "accelerate" / file), "train/eagle.py"])
+    env = prepare_multi_gpu_env(_validate_launch_command(args)[0])
+    return {name: value for name, value in env.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+
+
+def test_sharded_training_is_that_of_one_process_and_resumes_to_the_bit(
+    tmp_path: Path, target_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    five = (*TWENTY, "train.steps=5", "train.batch_tokens=400", "train.accumulate=2", "method.taps=[0,1,2]")
+
+    def run(name: str, world: int, *more: str, env: dict[str, str] | None = None) -> Path:
+        words = options(tmp_path, target_folder, *five, f"out={tmp_path}/{name}", *more)
+        assert finished(ranks(world, "eagle", words, env)) == [0] * world
+        return tmp_path / name
+
+    env = launch_environment("fsdp2.yaml")
+    assert env["ACCELERATE_USE_FSDP"] == "true" and env["FSDP_VERSION"] == "2"
+    one = run("one", 1)
+    capfd.readouterr()
+    sharded = run("sharded", 2, env=env)
+    assert "sharded over 2 processes" in capfd.readouterr().out
+    assert json.loads((sharded / "export" / "drafter.json").read_text())["method"]["unroll"] == 4
+    gradients = apart(checkpoint(sharded, 1)[1], checkpoint(one, 1)[1])
+    weights = apart(checkpoint(sharded, 5)[0], checkpoint(one, 5)[0])
+    print(f"sharded: gradients {gradients:.1e}, weights {weights:.1e} apart")
+    assert 0 < gradients < 1e-5 and weights < 1e-4
+
+    target = Target.load(str(target_folder), "float32", vocab=259)
+    drafter, _ = load_export(sharded / "export", target)
+    exported, last = drafter.state_dict(), checkpoint(sharded, 5)[0]
+    assert all(exported[name].equal(weights) for name, weights in last.items())
+    assert len(Decoder(target, drafter, chain(3)).generate([list(range(40, 60))], 8).tokens[0]) == 8
+
+    resumed = run("resumed", 2, f"resume={sharded}/checkpoints/step-000003", env=env)
+    for name in ("step-000004", "step-000005"):
+        assert (
+            contents(resumed / "checkpoints" / name)["drafter.safetensors"]
+            == (contents(sharded / "checkpoints" / name)["drafter.safetensors"])
+        )
+    end, there = (contents(run / "checkpoints" / "step-000005") for run in (resumed, sharded))
+    for file in ("optimizer.safetensors", "rng.safetensors"):
+        assert end[file] == there[file]
