@@ -161,8 +161,10 @@ def test_a_trunk_waits_while_its_drafter_learns_and_then_follows_a_schedule_of_i
     seen: list[tuple[list[float], bool, dict[str, Tensor], dict[str, Tensor]]] = []
     update = loop._update
 
-    def watched(cfg: Any, accelerator: Any, trained: Any, step: Any, trunk: Any, optimizer: Any, parts: Any) -> Any:
-        news = update(cfg, accelerator, trained, step, trunk, optimizer, parts)
+    def watched(
+        cfg: Any, accelerator: Any, trained: Any, step: Any, trunk: Any, optimizer: Any, parts: Any, *rest: Any
+    ) -> Any:
+        news = update(cfg, accelerator, trained, step, trunk, optimizer, parts, *rest)
         ours, theirs = ({n: p.detach().clone() for n, p in m.named_parameters()} for m in (step.drafter, trunk.live))
         seen.append(([group["lr"] for group in optimizer.param_groups], trunk.moving, ours, theirs))
         return news
