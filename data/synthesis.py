@@ -11,7 +11,7 @@ other, and hands back what was written as it comes.
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count as numbers
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,7 +163,7 @@ class Synthesis:
         self._special = set(tokenizer.all_special_tokens)
         self._open: dict[str, _Chat] = {}
         self._waiting: list[_Chat] = []
-        self._fruitless = 0
+        self._fruitless = self._tried = self._usable = 0
         self.dropped: Counter[str] = Counter()
         self.shortened: Counter[str] = Counter()
 
@@ -194,14 +194,26 @@ class Synthesis:
         yield from ended
 
     def _next(self) -> "_Chat | None":
-        """A conversation whose next turn can be written now: one begun already before a new one."""
-        if self._waiting:
-            return self._waiting.pop(0)
-        if self._count is not None and self.written + len(self._open) >= self._count:
+        """A conversation whose next turn can be written now: one begun already before a new one.
+
+        As many are begun as will probably be needed: user's turns of which each answer is awaited by all others would
+        leave the rows of a batch idle at the end. Those nobody needs in the end are not answered, and not counted.
+        """
+        answering = sum(chat.answering for chat in self._open.values())
+        missing = None if self._count is None else self._count - self.written - answering
+        for index, chat in enumerate(self._waiting):
+            if chat.answering or missing is None or missing > 0:
+                chat.answering = True
+                return self._waiting.pop(index)
+        asked = len(self._open) - answering
+        usable = len(self._waiting)
+        share = (self._usable + 1) / (self._tried + 1)
+        if missing is not None and usable + (asked - usable) * share >= missing:
             return None
         for start in self._starts:
             if start.id not in self._done:
-                chat = self._open[start.id] = _Chat(start, list(start.system), list(start.turns))
+                chat = _Chat(start, list(start.system), list(start.turns), start.turns[0] is not None)
+                self._open[start.id] = chat
                 return chat
         return None
 
@@ -244,6 +256,7 @@ class Synthesis:
         else:
             reason = self._fault(question, known=chat.answered > 0)
         if not chat.answered:
+            self._tried, self._usable = self._tried + 1, self._usable + (reason is None)
             self._fruitless = self._fruitless + 1 if reason else 0
             if self._fruitless == FRUITLESS:
                 reasons = ", ".join(f"{reason} {number}" for reason, number in self.dropped.most_common())
@@ -294,7 +307,8 @@ class _Chat:
 
     start: Start
     messages: Messages
-    turns: list[str | None] = field(default_factory=list)
+    turns: list[str | None]
+    answering: bool  # its first user's turn is there and is being, or was, answered
     finished: bool = True
 
     def say(self, role: str, content: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from paceline.decode.draw import drawn
 from paceline.decode.sampler import Sampler
@@ -90,13 +91,13 @@ class Writer:
         behind.sort(key=lambda place: live[place].unread)  # rows of like lengths pad each other least
         while behind:
             wide = live[behind[-1]].unread - 1
-            some = behind[-max(1, AT_ONCE // wide) :]
+            some = sorted(behind[-max(1, AT_ONCE // wide) :])
             del behind[-len(some) :]
             rows = [live[place] for place in some]
             ids = torch.zeros(len(some), wide, dtype=torch.long)
             for index, row in enumerate(rows):
                 ids[index, : row.unread - 1] = torch.tensor(row.text[row.read : -1])
-            self._pass(slots, torch.tensor(some), rows, ids)
+            self._pass(slots, None if some == list(range(len(some))) else some, rows, ids)
             for row in rows:
                 row.read = len(row.text) - 1
 
@@ -119,9 +120,9 @@ class Writer:
             live[place].text.append(token)
         self.tokens += len(ready)
 
-    def _pass(self, slots: "_Slots", some: Tensor | None, rows: list["_Row"], ids: Tensor) -> Tensor:
+    def _pass(self, slots: "_Slots", some: list[int] | None, rows: list["_Row"], ids: Tensor) -> Tensor:
         """Read ids [R, N] behind what each row has read -> the target's last states [R, N, H]."""
-        slots.take(some, [row.read for row in rows])
+        slots.take(some, [row.read for row in rows], ids.shape[1])
         self.passes += 1
         return self.target(ids.to(self.target.device), cache=slots)[1]
 
@@ -158,17 +159,24 @@ class _Slots(Cache):
 
     def room(self, place: int, job: Job) -> int:
         """Make room for the job at `place`; how many of its tokens are there already. All but the last, at most."""
-        longest = len(job.ids) + job.limit
-        if longest > self.capacity:
-            self._target.new_cache(1, longest)  # refuses what is longer than the window
-            more = -(-longest // GROWN) * GROWN - self.capacity
-            for buffers in (self.keys, self.values):
-                for index, old in enumerate(buffers):
-                    buffers[index] = torch.cat([old, old.new_zeros(*old.shape[:2], more, old.shape[3])], 2)
-            self.capacity += more
+        self._target.new_cache(1, len(job.ids) + job.limit)  # refuses what is longer than the window
+        self._reach_to(len(job.ids) + job.limit)
         same = self.shared(place, job)
         self.held[place] = []  # what is written there now is no longer it
         return same
+
+    def _reach_to(self, longest: int) -> None:
+        if longest <= self.capacity:
+            return
+        more = -(-longest // GROWN) * GROWN - self.capacity
+        self.capacity += more
+        if self._stacks:
+            keys, values = self._stacks
+            self._stack(F.pad(keys, (0, more)), F.pad(values, (0, 0, 0, more)))
+        else:
+            self.keys, self.values = (
+                [F.pad(old, (0, 0, 0, more)) for old in part] for part in (self.keys, self.values)
+            )
 
     def shared(self, place: int, job: Job) -> int:
         """How many tokens `held` there are the first of the job's, at most all but its last."""
@@ -184,10 +192,21 @@ class _Slots(Cache):
             for buffer in (*self.keys, *self.values):
                 buffer[place] = buffer[source]
 
-    def take(self, some: Tensor | None, read: list[int]) -> None:
-        """The next pass is of these rows (None: of the first ones), of which so many tokens are read."""
-        self.length = torch.tensor(read, device=self.length.device)
-        self._taken = None if some is None else some.to(self.length.device)
+    def take(self, some: list[int] | None, read: list[int], nodes: int) -> None:
+        """The next pass is of these rows (None: of the first ones), of which so many tokens are read, and so many more
+        of each are to be."""
+        device = self.length.device
+        self.length = torch.tensor(read, device=device)
+        self._taken = None if some is None else torch.tensor(some, device=device)
+        self._reach_to(max(read) + nodes)  # a short row that is read beside a long one is padded
+
+    def stacked(self, layers: int, heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """As any cache's, where the pass is of the first rows; none where it is of others."""
+        if not self.keys:
+            taken, self.length = self.length, self.length.new_zeros(self._many)
+            super().stacked(layers, heads, size, dtype)
+            self.length = taken
+        return () if self._taken is not None else self._stacks
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
         while len(self.keys) <= layer_idx:

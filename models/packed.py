@@ -211,7 +211,8 @@ class PackedTrunk:
 
     def ready(self, cache: Cache) -> bool:
         """Whether `run` can take this pass: nobody listens at a layer, and the cache is ours and laid out for it."""
-        if self._kernels is None or type(cache) is not Cache:  # others have slots of their own
+        elsewhere = type(cache) is not Cache and type(cache).stacked is Cache.stacked  # has slots of its own
+        if self._kernels is None or elsewhere:
             return False
         listened = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._trunk.layers)
         return not listened and bool(self._stacks(cache))

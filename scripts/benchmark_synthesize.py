@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
@@ -12,7 +13,8 @@ Row = dict[str, Any]
 def synthesize(cfg: Any) -> Iterator[Row]:
     """Rows `paceline` and `hf-generate`: new tokens a second, at the same batch size and sampling settings.
 
-    `paceline` makes cfg.count conversations, from the first token to the last. `hf-generate` writes what makes it look
+    `paceline` makes cfg.count conversations, from the first token to the last; its `full_` figures are of the second
+    quarter of them, when every row is at work, as in a long run. `hf-generate` writes what makes it look
     best: one full batch of user's turns and one full batch of answers (to questions of the run before), no batch that
     is not full, no turn that has to be written again; its figure weighs both by their tokens in the run before. Tokens
     are counted up to the end of each text, as they are trained on. The clock counts, and, for where others
@@ -39,8 +41,14 @@ def synthesize(cfg: Any) -> Iterator[Row]:
     target = Target.load(where, cfg.dtype, device, len(tokenizer), "none", cfg.target.trust_remote_code)
     writer = Writer(target, cfg.batch, stops, asked.seed)
     run = Synthesis(tokenizer, from_nothing(begin, 1), mixes["prompt"], mixes["answer"], cfg.count, asked.seed)
+    records, marks = [], []
     with Clock() as clock:
-        records = [record for _, record, _ in run.run(local(writer, tokenizer)) if record is not None]
+        for _, record, _ in run.run(local(writer, tokenizer)):
+            if record is not None:
+                records.append(record)
+                marks.append((writer.tokens, time.perf_counter(), time.process_time()))
+    (first, *begun), (last, *ended) = marks[len(marks) // 4], marks[len(marks) // 2]
+    full = Clock(*(end - begin for begin, end in zip(begun, ended, strict=True))).rates(last - first)
     answers = sum(len(tokenizer.encode(r["messages"][1]["content"], add_special_tokens=False)) for r in records)
     shares = {"prompt": 1 - answers / writer.tokens, "answer": answers / writer.tokens}
     common = {"part": "synthesize", "batch": cfg.batch, "threads": torch.get_num_threads(), "dtype": cfg.dtype}
@@ -50,6 +58,7 @@ def synthesize(cfg: Any) -> Iterator[Row]:
         "passes": writer.passes,
         "answer_share": shares["answer"],
     }
+    about |= {f"full_{name}": rate for name, rate in full.items()}
     yield common | {"name": "paceline"} | about | clock.rates(writer.tokens)
     del writer, target
 
@@ -94,8 +103,12 @@ def hf(model: Any, prompts: list[list[int]], sampling: Any, stops: list[int], se
     return sum(next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in new.tolist())
 
 
+@dataclass
 class Clock:
     """Seconds by the clock and by the processors while it is entered."""
+
+    wall: float = 0.0
+    cores: float = 0.0
 
     def __enter__(self) -> Clock:
         self.wall, self.cores = -time.perf_counter(), -time.process_time()
@@ -107,6 +120,6 @@ class Clock:
 
     def rates(self, tokens: int) -> dict[str, float]:
         return {
-            "tokens_per_second": round(tokens / self.wall, 1),
-            "tokens_per_core_second": round(tokens / self.cores, 1),
+            "tokens_per_second": round(tokens / max(self.wall, 1e-9), 1),
+            "tokens_per_core_second": round(tokens / max(self.cores, 1e-9), 1),
         }

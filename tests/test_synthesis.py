@@ -204,6 +204,20 @@ def test_what_is_thrown_away_is_counted_with_its_reason(tokenizer: Any) -> None:
     }
 
 
+def test_user_turns_are_written_ahead_but_no_answer_in_vain(tokenizer: Any) -> None:
+    """Every other user's turn is of no use. So more are asked than are wanted, and just as many answered."""
+    asks: list[Ask] = []
+
+    def say(ask: Ask) -> Written:
+        return talk(ask) if int(ask.chat) % 2 else Written("and so on", False)
+
+    made = Synthesis(tokenizer, from_nothing([""], 1), MIX, MIX, count=20, filters=Filters(near=None))
+    ended = list(made.run(engine(say, asks, together=8)))
+    assert made.written == sum(record is not None for _, record, _ in ended) == 20
+    assert sum(ask.begin is None for ask in asks) == 20
+    assert 40 <= sum(ask.begin is not None for ask in asks) < 60
+
+
 def test_a_conversation_ends_before_a_turn_that_is_of_no_use(tokenizer: Any) -> None:
     """The second answer is empty; in the other conversation the first one is cut, and nobody goes on from there."""
 

@@ -1,5 +1,7 @@
 """Many texts in a batch that is kept full: each is what it would be alone, and drawn from the right distribution."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fakes import VOCAB, slow_greedy, target_of
@@ -9,6 +11,7 @@ from paceline.decode.draw import drawn
 from paceline.decode.sampler import Sampler
 from paceline.decode.writer import Job, Writer
 from paceline.models.errors import Refusal
+from paceline.models.target import Target, folder
 
 
 def jobs(count: int, **options: float) -> list[Job]:
@@ -34,6 +37,20 @@ def test_every_text_is_what_the_target_says_alone(family: str) -> None:
     wanted = jobs(9)
     found = written(Writer(target, 4), wanted)
     assert found == {job.key: slow_greedy(target, job.ids, job.limit) for job in wanted}
+
+
+def test_compiled_passes_say_what_the_operators_say() -> None:
+    """In bfloat16 on a CPU what lies between the products is compiled: slots that grow, move and are read by some."""
+    target = Target.load(folder("tiny"))
+    wanted = [replace(job, limit=6 + 40 * (job.key == 4)) for job in jobs(11)]
+    wanted += [replace(job, key=100 + job.key, ids=[*job.ids, *range(250)]) for job in wanted[:3]]
+    found = written(Writer(target, 4), wanted)
+    with torch.no_grad():
+        for job in wanted:
+            whole = torch.tensor([[*job.ids, *found[job.key]]])
+            logits = target.model(whole, use_cache=False).logits[0, len(job.ids) - 1 : -1, : target.vocab].float()
+            chosen = logits.gather(1, whole[0, len(job.ids) :, None])[:, 0]
+            assert (logits.amax(1) - chosen < 0.02).all(), "each is the likeliest, or as likely up to rounding"
 
 
 def test_a_text_ends_with_its_end_of_turn() -> None:
@@ -70,6 +87,21 @@ def test_a_finished_row_is_replaced_at_once_and_what_it_has_read_is_not_read_aga
     assert done == 10
     assert writer.tokens == 40
     assert sum(read) == 2 * 19 + 40, "the prompts, and each token once"
+
+
+def test_a_long_text_is_read_beside_rows_that_have_written_much() -> None:
+    """What pads the other rows of its pass needs room behind them."""
+    target = target_of(max_position_embeddings=1024)
+    wanted = [Job(0, [3, 4], 240), Job(1, [5], 1), Job(2, [7] * 200, 2)]
+    waiting = list(wanted)
+    given: list[int] = []
+    writer = Writer(target, 2)
+
+    def more() -> Job | None:
+        return waiting.pop(0) if waiting and (len(waiting) > 1 or writer.tokens > 200) else None
+
+    given = [len(new) for _, new in writer.write(more)]
+    assert sorted(given) == [1, 2, 240]
 
 
 def test_longer_jobs_make_room_and_too_long_ones_are_refused() -> None:
