@@ -287,6 +287,8 @@ class Target(nn.Module):
         if torch.device(device).type == "cpu":
             # else transformers copies each key head for all query heads that share it, in every pass
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+            # torch then lays large weights on huge pages, and a pass that streams them looks up fewer addresses
+            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         extra: dict = {}
         if quantize != "none":
             extra["quantization_config"] = _bitsandbytes(quantize, DTYPES[dtype])

@@ -42,6 +42,7 @@ SPEED = {
     "target_pass_ms": "one target pass of plain decoding: one token a prompt (median over prompts)",
     "verify_pass_ms": "one target pass over a whole draft (median over prompts)",
     "draft_ms": "drafting for one such pass (median over prompts)",
+    "outside_share": "of the time of all rounds, what was spent neither in the target's passes nor in drafting",
 }
 
 
@@ -345,6 +346,8 @@ def _speed(batches: list[Batch], length: float | None) -> dict[str, float | None
     predicted = None
     if length is not None and plain is not None and verify is not None and draft is not None:
         predicted = length * plain / (verify + draft)
+    spent = _time(batches, DRAFTED)
+    rounds = spent["draft"] + spent["target"] + spent["rest"]
     return {
         "tokens_per_second": _rate(batches, DRAFTED),
         "plain_tokens_per_second": _rate(batches, PLAIN),
@@ -355,6 +358,7 @@ def _speed(batches: list[Batch], length: float | None) -> dict[str, float | None
         "target_pass_ms": plain,
         "verify_pass_ms": verify,
         "draft_ms": draft,
+        "outside_share": spent["rest"] / rounds if rounds else None,
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes import VOCAB, Dictated, assert_holds, counts, slow_greedy, target_of
 
-from paceline.decode import Decoder, DynamicShape, Sampler, StaticShape, chain, reject, walk
+from paceline.decode import Decoder, DynamicShape, Held, Sampler, StaticShape, chain, reject, walk
 from paceline.models.cache import Cache
 from paceline.models.drafter import Drafter, Shape, build, options
 from paceline.models.errors import Refusal
@@ -387,6 +387,56 @@ def test_an_exception_or_a_dropped_stream_leaves_the_decoder_as_good_as_new(targ
         del stream
         assert decoder.generate(PROMPTS, NEW).tokens == plain
         assert not any(block._forward_pre_hooks for block in target.blocks)
+
+
+@pytest.mark.parametrize("where", ["step", "head", "pass", "verify", "keep", "stop"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_fault_in_any_round_leaves_the_decoder_and_its_conversation_as_good_as_new(
+    target, plain, texts, medusa, where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is called in a round fails: before it has done anything, or when all is done."""
+    calls, fails_at, late = 0, 0, False
+
+    def failing(call):
+        def instead(*given, **more):
+            nonlocal calls
+            calls += 1
+            if calls == fails_at and not late:
+                raise error("early")
+            out = call(*given, **more)
+            if calls == fails_at:
+                raise error("late")
+            return out
+
+        return instead
+
+    stop = failing(lambda said: False) if where == "stop" else None
+    decoder = Decoder(target, medusa, FORK, failing(walk) if where == "verify" else walk)
+    owner, name = {"pass": (target, "forward"), "keep": (target, "keep")}.get(where, (medusa, where))
+    if where not in ("verify", "stop"):
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+    held = Held()
+    for number in (1, 2, 5):
+        for late in (False, True):
+            for prompts, more in ((PROMPTS, {}), (PROMPTS[:1], {"held": held})):
+                calls, fails_at = 0, number
+                with pytest.raises(error, match="late" if late else "early"):
+                    decoder.generate(prompts, NEW, stop=stop, **more)
+                fails_at = 0
+                assert decoder.generate(prompts, NEW, **more).tokens == plain[: len(prompts)]
+    assert not any(block._forward_pre_hooks or block._forward_hooks for block in target.blocks)
+
+
+def test_a_stream_stopped_after_any_round_leaves_the_decoder_as_good_as_new(target, plain, medusa) -> None:
+    decoder, held = Decoder(target, medusa, FORK), Held()
+    for rounds_taken in (1, 2, 3, 6):
+        for prompts, more in ((PROMPTS, {}), (PROMPTS[:1], {"held": held})):
+            stream = decoder.stream(prompts, NEW, **more)
+            for _ in range(rounds_taken):
+                next(stream)
+            other = decoder.generate(PROMPTS[1:2], NEW).tokens  # while it is not over
+            del stream
+            assert other == plain[1:2] and decoder.generate(prompts, NEW, **more).tokens == plain[: len(prompts)]
 
 
 def test_two_streams_of_one_decoder_do_not_meet(target, plain, texts) -> None:

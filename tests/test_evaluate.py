@@ -27,7 +27,7 @@ KEYS = {
     "acceptance": "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos mean_acceptance_length "
     "draft_acceptance_rate per_position_acceptance_rate conditional_acceptance_rate",
     "speed": "tokens_per_second plain_tokens_per_second hf_generate_tokens_per_second speedup speedup_predicted "
-    "speedup_vs_hf_generate target_pass_ms verify_pass_ms draft_ms",
+    "speedup_vs_hf_generate target_pass_ms verify_pass_ms draft_ms outside_share",
     "exactness": "compared identical first_differences reason",
     "intervals": "confidence resamples seed mean_acceptance_length speedup",
 }

@@ -16,7 +16,13 @@ def test_the_wheel_trains_and_exports_with_its_own_conf_and_data(tmp_path: Path)
     subprocess.run(build, check=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("paceline-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    for wanted in ("data/self/smollm2.jsonl.gz", "data/bench.jsonl", "conf/medusa.yaml", "models/tiny/tokenizer.json"):
+    for wanted in (
+        "data/self/smollm2.jsonl.gz",
+        "data/bench.jsonl",
+        "conf/medusa.yaml",
+        "models/tiny/tokenizer.json",
+        "models/kernels.cpp",
+    ):
         assert f"paceline/{wanted}" in names
     assert not [name for name in names if "test" in name.split("/")[0]]
 
