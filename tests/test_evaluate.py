@@ -191,7 +191,8 @@ def test_a_near_tie_is_between_the_two_tokens_that_were_chosen(drafted: list[int
         def head(self, last: torch.Tensor) -> torch.Tensor:
             return logits
 
-    ready: Any = SimpleNamespace(decoder=SimpleNamespace(target=Two()), sampler=SimpleNamespace(greedy=True))
+    sampler = SimpleNamespace(greedy=True, looks_back=False)
+    ready: Any = SimpleNamespace(decoder=SimpleNamespace(target=Two()), sampler=sampler)
     found = evaluate._first_difference(ready, [4], [5, 1], drafted)
     assert found["position"] == 1 and found["near_tie"] is near
     assert found["top2_gap"] == 0.5 and found["logit_scale"] == 30.0
