@@ -233,7 +233,7 @@ def test_known_outputs_are_not_timed_and_no_speed_up_is_claimed(export: Path, tm
     for _ in ("writes", "reads"):
         report = measured(tmp_path, *words)
         timed = {name for name, value in report["speed"].items() if value is not None}
-        assert timed == {"tokens_per_second", "verify_pass_ms", "draft_ms"}
+        assert timed == {"tokens_per_second", "verify_pass_ms", "draft_ms", "outside_share"}
         assert report["intervals"]["speedup"] is None and report["intervals"]["mean_acceptance_length"]
         assert {group["speedup"] for group in report["by_category"].values()} == {None}
         assert {row["plain_seconds"] for row in report["prompts"]} == {None}
