@@ -47,6 +47,7 @@ class Case:
     """A kind of drafter that a peer knows. format: it reads. writes: whether it writes it. depths: compared.
 
     served: the peer computes otherwise in training than those do that serve what it writes; asked for is the latter.
+    config: only its configuration classes run here.
     """
 
     method: str
@@ -54,6 +55,7 @@ class Case:
     writes: bool = True
     depths: int = DEPTHS
     served: bool = False
+    config: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class Peer:
 
 
 _OLD = ("transformers==4.46.3", "numpy<2")
+_ENGINE: tuple[str, ...] = (  # what an engine's configuration classes import
+    *("aiohttp", "apache-tvm-ffi", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi", "ipython", "lark"),
+    *("llguidance", "msgspec", "openai>=2.25", "orjson", "oss-harmony", "partial-json-parser", "pillow"),
+    *("prometheus_client", "py-cpuinfo", "pybase64", "pyzmq", "regex", "setproctitle", "uvloop"),
+)
 PEERS = (
     Peer(
         "economize",
@@ -98,6 +105,23 @@ PEERS = (
     ),
     Peer("eagle_llm", Recipe("eagle_llm", ("eagle-llm==1.2.1",), _OLD), (Case("eagle", "eagle"),)),
     Peer("medusa_llm", Recipe("medusa_llm", ("medusa-llm==0.1",), _OLD), (Case("medusa", "medusa"),)),
+    Peer(
+        "vllm",
+        Recipe("vllm", ("vllm==0.33.0", "xgrammar==0.2.8"), _ENGINE),
+        (
+            Case("eagle3", "vllm", writes=False, config=True),
+            Case("eagle3", "speculators", writes=False, config=True),
+            Case("eagle", "vllm", writes=False, config=True),
+        ),
+    ),
+    Peer(
+        "sglang",
+        Recipe("sglang", ("sglang==0.5.23",), _ENGINE),
+        (
+            Case("eagle3", "sglang", writes=False, config=True),
+            Case("eagle", "sglang", writes=False, config=True),
+        ),
+    ),
 )
 # Another base than 10,000 is what a reader would miss that does not look for it
 _ROPE = {"rope_type": "default", "rope_theta": 50_000.0}
@@ -111,7 +135,6 @@ def ours(layers: int) -> dict[str, dict[str, Any]]:
             "name": "eagle",
             "join": "fc",
             "output": "shared",
-            "fc_bias": True,
             "layer": {"rope": _ROPE | {"rope_theta": 10_000.0}},  # eagle-llm knows no other
         },
         "medusa": {"name": "medusa", "heads": DEPTHS},
@@ -201,8 +224,6 @@ class Text:
 
 def compared(peer: Peer, text: Text, out: Path, venvs: Path) -> Iterator[Row]:
     """A row for each direction of each case."""
-    from paceline.models import formats
-
     for case in peer.cases:
         for to_it in (True, False) if case.writes else (True,):
             place = (out / peer.name / f"{_what(case)}-{case.format if to_it else 'theirs'}").resolve()
@@ -210,27 +231,37 @@ def compared(peer: Peer, text: Text, out: Path, venvs: Path) -> Iterator[Row]:
             place.mkdir(parents=True)
             row: Row = {"peer": peer.name, "version": None, "method": _what(case), "depths": case.depths}
             row |= {"way": "to it" if to_it else "from it", "format": case.format if to_it else None, "agrees": False}
-            row |= dict.fromkeys(("difference", "largest", "taps", "their_taps", "fault"))
+            row |= dict.fromkeys(("difference", "largest", "taps", "their_taps", "found", "fault"))
             try:
-                drafter = text.drafter(case.method)
-                if to_it:
-                    checkpoint = formats.written(drafter, case.format, text.about)
-                    (place / "drafter").mkdir()
-                    checkpoint.save(place / "drafter")
-                answer, logits = _asked(peer, case, text, place, venvs, "read" if to_it else "write", drafter)
-                if not to_it:
-                    layout = formats.reader(place / "drafter")
-                    if layout is None:
-                        raise Refusal("what it wrote is of no format that is known here")
-                    row["format"] = layout.__name__.rpartition(".")[2]
-                    drafter = layout.load(place / "drafter", text.target).float()
-                logits_here = chains(drafter, text, case.depths)
-                row |= {"version": answer["version"], "taps": list(drafter.taps), "their_taps": answer["taps"]}
-                row |= _difference(logits_here, logits)
-                row["agrees"] = row["difference"] <= CLOSE and row["their_taps"] == row["taps"]
+                row |= _compared(peer, case, text, place, venvs, to_it)
             except Refusal as refusal:
                 row["fault"] = str(refusal)
             yield row
+
+
+def _compared(peer: Peer, case: Case, text: Text, place: Path, venvs: Path, to_it: bool) -> Row:
+    """What is found in one direction. Raises Refusal where either side fails."""
+    from paceline.models import formats
+
+    drafter, found = text.drafter(case.method), Row()
+    if to_it:
+        checkpoint = formats.written(drafter, case.format, text.about)
+        (place / "drafter").mkdir()
+        checkpoint.save(place / "drafter")
+    do = "config" if case.config else "read" if to_it else "write"
+    answer, theirs = _asked(peer, case, text, place, venvs, do, drafter)
+    if not to_it:
+        layout = formats.reader(place / "drafter")
+        if layout is None:
+            raise Refusal("what it wrote is of no format that is known here")
+        found["format"] = layout.__name__.rpartition(".")[2]
+        drafter = layout.load(place / "drafter", text.target).float()
+    found |= {"version": answer["version"], "taps": list(drafter.taps), "their_taps": answer["taps"]}
+    found["agrees"] = answer["taps"] == list(drafter.taps)
+    if case.config:
+        return found | {"found": answer["found"], "depths": 0}
+    found |= _difference(chains(drafter, text, case.depths), theirs)
+    return found | {"agrees": found["agrees"] and found["difference"] <= CLOSE}
 
 
 def _what(case: Case) -> str:
@@ -239,8 +270,8 @@ def _what(case: Case) -> str:
 
 def _asked(
     peer: Peer, case: Case, text: Text, place: Path, venvs: Path, do: str, drafter: Drafter
-) -> tuple[dict[str, Any], Tensor]:
-    """What the adapter of a peer answers, and its logits [K, T, D]. Raises Refusal where it fails."""
+) -> tuple[dict[str, Any], Tensor | None]:
+    """What the adapter of a peer answers, and its logits [K, T, D], if it has any. Raises Refusal where it fails."""
     from safetensors.torch import load_file, save_file
 
     target = text.target
@@ -271,7 +302,8 @@ def _asked(
     if done.returncode:
         said = [line for line in (place / "log.txt").read_text(errors="replace").splitlines() if line.strip()]
         raise Refusal(f"{said[-1].strip() if said else 'it said nothing'} (all of it: {place / 'log.txt'})")
-    return json.loads((place / "answer.json").read_text()), load_file(place / "answer.safetensors")["logits"]
+    tensors = load_file(place / "answer.safetensors") if (place / "answer.safetensors").exists() else {}
+    return json.loads((place / "answer.json").read_text()), tensors.get("logits")
 
 
 def chains(drafter: Drafter, text: Text, depths: int) -> Tensor:
@@ -303,8 +335,10 @@ def chains(drafter: Drafter, text: Text, depths: int) -> Tensor:
     return found
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> Row:
+def _difference(ours: Tensor, theirs: Tensor | None) -> Row:
     """The largest difference of logits that both sides have, and the largest of ours. Raises Refusal for none."""
+    if theirs is None:
+        raise Refusal("it gave no logits")
     if ours.shape != theirs.shape:
         raise Refusal(f"its logits have shape {list(theirs.shape)}, ours {list(ours.shape)}")
     both = ours.isfinite() & theirs.isfinite()
@@ -322,7 +356,10 @@ def _found(row: Row) -> str:
     """In words, what came of it."""
     if row["fault"]:
         return row["fault"]
-    found = f"logits differ by {row['difference']:.0e} at most, of up to {row['largest']:.0f}"
+    if row["found"]:
+        found = f"its configuration is that of {row['found']}"
+    else:
+        found = f"logits differ by {row['difference']:.0e} at most, of up to {row['largest']:.0f}"
     if row["taps"] != row["their_taps"]:
         found += f"; it reads hidden states {row['their_taps']}, we {row['taps']}"
     return found

@@ -71,3 +71,18 @@ def test_a_peer_that_does_otherwise_is_told_apart(
     rows = list(compared(peer, text, tmp_path / "out", tmp_path))
     assert [row["agrees"] for row in rows] == [agrees]
     assert says in table(rows) and f"| {'yes' if agrees else 'no'} |" in table(rows)
+
+
+@pytest.mark.parametrize("taps", [[1, 2, 3], [0, 1, 2]], ids=["the same layers", "others"])
+def test_a_configuration_that_is_taken_for_another_is_told_apart(
+    taps: list[int], text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(conformance.ADAPTERS / "asked.py", tmp_path)
+    answer = f'main("torch", config=lambda asked: ({taps}, asked.method))'
+    (tmp_path / "peer_engine.py").write_text(f"from asked import main\n{answer}\n")
+    monkeypatch.setattr(conformance, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(conformance, "python_of", lambda recipe, root: Path(sys.executable))
+    peer = Peer("engine", Recipe("engine", ()), (Case("eagle3", "vllm", writes=False, config=True),))
+    (row,) = compared(peer, text, tmp_path / "out", tmp_path)
+    assert row["agrees"] == (taps == [1, 2, 3]) and row["difference"] is None and row["version"] == torch.__version__
+    assert "its configuration is that of eagle3" in table([row])

@@ -4,9 +4,10 @@
     text.safetensors     ids [T]; states [L + 1, T, H]: the input of each of L layers, and the output of the last
                          last [T, H]: behind the final norm; embed, head [V, H]: the target's tables
     answer.safetensors   logits [K, T, D]: row t of depth k has read ids up to t + 1 + k; NaN where the text has ended
-    answer.json          taps: the states that were read, as the peer's own code has them; version
+    answer.json          taps: the states that were read, as the peer's own code has them; version; found (of config)
 
-`read` loads `drafter`; `write` makes a drafter with random weights and leaves it in `drafter`.
+`read` loads `drafter`; `write` makes a drafter with random weights and leaves it in `drafter`; `config` has no logits,
+but says in words what was made of the drafter's config.json.
 """
 
 import json
@@ -24,15 +25,27 @@ from torch import Tensor, nn
 Logits = list[Tensor]  # by depth, [T' <= T, D]
 
 
-def main(peer: str, read: Callable[[Any], Any], write: Callable[[Any], Any] | None = None) -> None:
-    """Answer what the folder on the command line asks. peer: its name on PyPI. `read`, `write`: -> (logits, taps)."""
+def main(
+    peer: str,
+    read: Callable[[Any], Any] | None = None,
+    write: Callable[[Any], Any] | None = None,
+    config: Callable[[Any], Any] | None = None,
+) -> None:
+    """Answer what the folder on the command line asks.
+
+    peer: its name on PyPI. read, write: -> logits, taps. config: -> taps, what was made of it.
+    """
     place = Path(sys.argv[1])
     about = json.loads((place / "asked.json").read_text())
     asked = SimpleNamespace(place=place, **about, **load_file(place / "text.safetensors"))
     torch.manual_seed(1)
-    do = {"read": read, "write": write}[asked.do]
+    do = {"read": read, "write": write, "config": config}[asked.do]
     if do is None:
-        raise SystemExit(f"{peer} writes no such drafter")
+        raise SystemExit(f"{peer} does not {asked.do} such a drafter")
+    if asked.do == "config":
+        taps, found = do(asked)
+        (place / "answer.json").write_text(json.dumps({"taps": taps, "version": version(peer), "found": found}))
+        return
     with torch.no_grad():
         logits, taps = do(asked)
     length = len(asked.ids)
@@ -44,7 +57,7 @@ def main(peer: str, read: Callable[[Any], Any], write: Callable[[Any], Any] | No
     (place / "answer.json").write_text(json.dumps({"taps": taps, "version": version(peer)}))
 
 
-def config(asked: Any) -> dict[str, Any]:
+def config_of(asked: Any) -> dict[str, Any]:
     """config.json of the drafter that is to be read."""
     return json.loads((Path(asked.drafter) / "config.json").read_text())
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from asked import config, main, shaken
+from asked import config_of, main, shaken
 from eagle.model.cnets import Model
 from eagle.model.configs import EConfig
 from safetensors.torch import load_file
 
 
 def read(asked: Any) -> Any:
-    about = config(asked)
+    about = config_of(asked)
     model = Model(EConfig.from_pretrained(str(Path(asked.drafter) / "config.json")), bias=about["bias"])
     tensors = load_file(Path(asked.drafter) / "model.safetensors") | {"embed_tokens.weight": asked.embed}
     model.load_state_dict(tensors)

@@ -10,7 +10,7 @@ from typing import Any
 
 import modelopt.torch.speculative as speculative
 import torch
-from asked import config, main, recorded, shaken
+from asked import config_of, main, recorded, shaken
 from modelopt.torch.export.plugins.hf_spec_export import EagleExporter
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ def made(asked: Any, sizes: dict[str, Any], layers: list[int], vocabulary: int) 
 
 
 def read(asked: Any) -> Any:
-    about = config(asked)
+    about = config_of(asked)
     layers = about["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     model = made(asked, about, layers, about["draft_vocab_size"])
     tensors = load_file(Path(asked.drafter) / "model.safetensors")
