@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.decode.sampler import Place, Sampler
-from paceline.models.drafter import Context, Drafter, check_depth, target_ids
+from paceline.models.drafter import Context, Drafter, check_depth, checked_mass, target_ids
 from paceline.models.errors import Refusal
 
 
@@ -335,18 +335,17 @@ def _children(
 
     The likeliest, or with `lots` those that are drawn. known: the first so many draft ids may be drafted, None for all.
     """
-    logits = drafter.head(level.state, depth)[..., :known].float()
-    nodes, width = level.index.shape[1], min(width, logits.shape[-1])
-    top, ids = logits.topk(width, dim=-1)
-    mass = logits.logsumexp(-1, keepdim=True)
-    if not bool((mass < torch.inf).all()):  # nor is nan
-        raise Refusal(f"the drafter's logits are not finite in {drafter.dtype}: decode with dtype=float32 or bfloat16")
+    nodes = level.index.shape[1]
     if lots is None:
-        logp = torch.where(top == -torch.inf, top, top - mass)
+        logp, ids = drafter.likeliest(level.state, depth, width, known)
         logp, ids = logp.expand(-1, nodes, -1), ids.expand(-1, nodes, -1)  # one may have spoken for its whole level
     else:
+        logits = drafter.head(level.state, depth)[..., :known].float()
+        checked_mass(drafter, logits)
+        width = min(width, logits.shape[-1])
         logp, ids = lots.draw(drafter, logits.expand(-1, nodes, -1), level.index, depth, width)
-    return target_ids(drafter, ids), logp + level.logp[..., None]
+        ids = target_ids(drafter, ids)
+    return ids, logp + level.logp[..., None]
 
 
 def _descend(

@@ -235,6 +235,17 @@ class Drafter(nn.Module):
         """[..., H] -> draft logits [..., D]."""
         raise NotImplementedError
 
+    def likeliest(self, state: Tensor, depth: int, many: int, known: int | None = None) -> tuple[Tensor, Tensor]:
+        """[..., H] -> log-probabilities, descending, and target ids [..., many] of the likeliest next tokens.
+
+        Fewer where there are not so many. known: the first so many draft ids may be drafted, None for all.
+        Raises Refusal where logits are not finite.
+        """
+        logits = self.head(state, depth)[..., :known].float()
+        mass = checked_mass(self, logits)
+        top, ids = logits.topk(min(many, logits.shape[-1]), dim=-1)
+        return torch.where(top == -torch.inf, top, top - mass), target_ids(self, ids)
+
     def start(self, target: Target) -> None:
         """Initialise what is trained from the target, once, before training."""
 
@@ -259,6 +270,14 @@ def check_depth(depth: int | None, deepest: int | None) -> None:
     """Raises Refusal where more draft tokens in a row are asked for (None: the usual) than can be had (None: any)."""
     if depth is not None and deepest is not None and depth > deepest:
         raise Refusal(f"decode.depth: {depth} is deeper than the drafter's {deepest} heads; nearest: {deepest}")
+
+
+def checked_mass(drafter: Drafter, logits: Tensor) -> Tensor:
+    """[..., D] float32 -> log-sum-exp [..., 1]. Raises Refusal where it is not finite, or nan; -inf is silence."""
+    mass = logits.logsumexp(-1, keepdim=True)
+    if not bool((mass < torch.inf).all()):  # nor is nan
+        raise Refusal(f"the drafter's logits are not finite in {drafter.dtype}: decode with dtype=float32 or bfloat16")
+    return mass
 
 
 def target_ids(drafter: Drafter, draft_ids: Tensor) -> Tensor:

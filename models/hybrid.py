@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.models.drafter import Context, Drafter, target_ids
+from paceline.models.drafter import Context, Drafter, checked_mass, target_ids
 from paceline.models.errors import Refusal
 from paceline.models.ngram import Ngram, NgramOptions, Texts
 
@@ -78,6 +78,36 @@ class Hybrid(Drafter):
         place = copied.clamp(min=0)[..., None]
         both = torch.logaddexp(logits.gather(-1, place), trust.log()[..., None])
         return logits.scatter(-1, place, both)
+
+    def likeliest(self, state: Tensor, depth: int, many: int, known: int | None = None) -> tuple[Tensor, Tensor]:
+        """The same of `head`'s distribution, without spreading it over the target's whole vocabulary."""
+        own, (length, copied) = state[..., :-2].to(self.drafter.dtype), state[..., -2:].long().unbind(-1)
+        place = copied.clamp(min=0)[..., None]
+        trust = torch.tensor(TRUST, device=state.device)[length.clamp(max=len(TRUST) - 1)][..., None]
+        if not self._drafts(depth):
+            return trust.log(), place
+        ids = self.drafter.vocab_map
+        if ids is not None and known is not None:
+            known = int((ids < known).sum())
+        if not bool(trust.any()):
+            return self.drafter.likeliest(own, depth, many, known)
+        logits = self.drafter.head(own, depth)[..., :known].float()
+        mass = checked_mass(self.drafter, logits)
+        top, drafted = logits.topk(min(many, logits.shape[-1]), dim=-1)
+        drafted = target_ids(self.drafter, drafted)
+        at = place if ids is None else torch.searchsorted(ids[:known], place)
+        at = at.clamp(max=logits.shape[-1] - 1)
+        share = torch.where(target_ids(self.drafter, at) == place, logits.gather(-1, at), -torch.inf)
+        alone = (1 - trust).log() - mass
+        both = torch.cat(
+            [
+                (top + alone).masked_fill((drafted == place) & (trust > 0), -torch.inf),
+                torch.logaddexp(share + alone, trust.log()).masked_fill(trust == 0, -torch.inf),
+            ],
+            -1,
+        )
+        logp, order = both.topk(top.shape[-1], dim=-1)
+        return logp, torch.cat([drafted, place], -1).gather(-1, order)
 
     def _drafts(self, depth: int) -> bool:
         return self.drafter.max_depth is None or depth < self.drafter.max_depth

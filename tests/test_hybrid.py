@@ -91,3 +91,24 @@ def test_copies_go_deeper_than_heads_and_beyond_a_draft_vocabulary(target: Targe
 def test_keys_by_depth_are_refused(target: Target) -> None:
     with pytest.raises(Refusal, match="lookup: not for mtp"):
         Hybrid(drafter_of(target, "mtp"), 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["medusa", "eagle"])
+def test_the_likeliest_are_those_of_the_whole_distribution(target: Target, name: str) -> None:
+    hybrid = Hybrid(drafter_of(target, name), shortest=1)
+    own = 2 * torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    length = torch.tensor([[0, 1, 2, 6, 3], [9, 0, 4, 1, 5]])
+    copied = torch.tensor([[-1, 3, 4, 38, 7], [12, -1, 1, 30, 39]])  # the drafter of even ids cannot say some
+    copies = torch.stack([length, copied], -1).float()
+    for depth in (0, 1):
+        state = torch.cat([own, copies], -1)
+        logp, ids = hybrid.likeliest(state, depth, 6)
+        wanted = hybrid.head(state, depth).log_softmax(-1).topk(6, dim=-1)
+        torch.testing.assert_close(logp, wanted.values, atol=1e-5, rtol=0)
+        assert ids.equal(wanted.indices)
+        assert int(hybrid.likeliest(state, depth, 6, known=40)[1].max()) < 40 <= int(ids.max())
+    if name == "medusa":  # no third head: there are only copies
+        logp, ids = hybrid.likeliest(torch.cat([own[..., :1], copies], -1), 2, 6)
+        assert (logp > -torch.inf).equal(length[..., None] > 0)
+        assert ids[length > 0].flatten().tolist() == copied[length > 0].tolist()
