@@ -27,25 +27,26 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from paceline.conf import schema
-from paceline.conf.schema import Section, nearest, option_names, validated
+from paceline.conf import schema_scripts as scripts
+from paceline.conf.schema import TrainConfig
+from paceline.conf.section import Section, nearest, option_names, validated
 from paceline.models.errors import Refusal
 
 CONF = Path(__file__).parent
 
 _SCHEMAS: dict[str, type[Section]] = {
-    "benchmark": schema.BenchmarkConfig,
-    "cache_features": schema.CacheConfig,
-    "compare": schema.CompareConfig,
-    "conformance": schema.ConformanceConfig,
-    "convert": schema.ConvertConfig,
-    "evaluate": schema.EvaluateConfig,
-    "generate": schema.GenerateConfig,
-    "inspect_data": schema.InspectConfig,
-    "joint": schema.JointConfig,
-    "synthesize": schema.SynthesizeConfig,
-    "tune": schema.TuneConfig,
-    "watch": schema.WatchConfig,
+    "benchmark": scripts.BenchmarkConfig,
+    "cache_features": scripts.CacheConfig,
+    "compare": scripts.CompareConfig,
+    "conformance": scripts.ConformanceConfig,
+    "convert": scripts.ConvertConfig,
+    "evaluate": scripts.EvaluateConfig,
+    "generate": scripts.GenerateConfig,
+    "inspect_data": scripts.InspectConfig,
+    "joint": scripts.JointConfig,
+    "synthesize": scripts.SynthesizeConfig,
+    "tune": scripts.TuneConfig,
+    "watch": scripts.WatchConfig,
 }
 
 
@@ -250,4 +251,4 @@ def _checked(name: str, cfg: DictConfig, cwd: str) -> Section:
             OmegaConf.select(cfg, option)
         except OmegaConfBaseException as error:  # ${...} that leads nowhere
             raise Refusal(f"{option}: {str(error).splitlines()[0]}") from None
-    return validated(_SCHEMAS.get(name, schema.TrainConfig), _plain(cfg, resolve=True), cwd)
+    return validated(_SCHEMAS.get(name, TrainConfig), _plain(cfg, resolve=True), cwd)

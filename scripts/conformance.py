@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.conf.entry import entry
-from paceline.conf.schema import nearest
+from paceline.conf.section import nearest
 from paceline.models.errors import Refusal
 from paceline.scripts.venvs import Recipe, python_of
 

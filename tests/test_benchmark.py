@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.conf.entry import load
-from paceline.conf.schema import BenchmarkRow
+from paceline.conf.schema_scripts import BenchmarkRow
 from paceline.models.drafter import Shape, build, options
 from paceline.models.export import save_export
 from paceline.models.target import Target, folder

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from paceline.conf.entry import entry, load
-from paceline.conf.schema import TrainConfig, validated
+from paceline.conf.schema import TrainConfig
+from paceline.conf.section import validated
 from paceline.models.errors import Refusal
 from paceline.scripts.compare import planned
 
