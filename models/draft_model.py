@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from paceline.models.drafter import Borrowed, Context, Drafter, Options, Shape, method
+from paceline.models.embedded import folder, quiet_transformers
 from paceline.models.errors import Refusal
 from paceline.models.streams import TreeKeys
-from paceline.models.target import Target, folder, head_of, quiet_transformers, trunk_of, trunk_pass
+from paceline.models.target import Target, head_of, trunk_of, trunk_pass
 
 MOST_LAYERS = 1024
 EMBEDDED = ("smollm2", "tiny")  # targets that need no path

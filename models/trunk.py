@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.models.embedded import quiet_transformers
 from paceline.models.errors import Refusal
-from paceline.models.target import DTYPES, Target, quiet_transformers
+from paceline.models.target import DTYPES, Target
 
 PEFT = "base_model.model."  # how the names in peft's files begin
 FOLDER = "trunk"  # in an export

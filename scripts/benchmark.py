@@ -6,7 +6,8 @@
     python scripts/benchmark.py train
 
 A part is a function that yields rows, dicts with `part`, `name` and figures; PARTS names them. Rows of a part that is
-measured again take the place of the old ones.
+measured again take the place of the old ones. A row with `so_far` is of a run that has not ended: kept, should the
+run be stopped, and not printed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def run(cfg: Any) -> None:
     file = Path(cfg.out) / "benchmark.json"
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     for row in PARTS[cfg.part](cfg):
-        Console(soft_wrap=True).print(row)
+        if "so_far" not in row:
+            Console(soft_wrap=True).print(row)
         rows = [old for old in rows if (old["part"], old["name"]) != (row["part"], row["name"])] + [row]
         write_json(file, {"rows": rows})
 
@@ -51,7 +53,7 @@ def data(cfg: Any) -> Iterator[Row]:
     """
     from paceline.data.batch import Loader
     from paceline.data.conversations import SELF, json_lines, load, load_tokenizer
-    from paceline.models.target import folder
+    from paceline.models.embedded import folder
 
     tokenizer = load_tokenizer(folder(cfg.target.name, cfg.target.path), cfg.target.trust_remote_code)
     bundled = [record["messages"] for _, record in json_lines(SELF)]

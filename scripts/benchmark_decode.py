@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from paceline.decode import Generation
     from paceline.models.drafter import Drafter
     from paceline.models.target import Target
-    from paceline.scripts.evaluate import Way
+    from paceline.scripts.evaluate import Batch, Way
 
+KEPT = 5  # prompts after which rows of what was measured so far are given, so that a stopped run is not lost
 GENERATE, LOOKUP, PLAIN = "hf-generate", "hf-prompt-lookup", "paceline-plain"
 
 
@@ -29,11 +30,12 @@ def decode(cfg: Any) -> Iterator[dict[str, Any]]:
     tokens_per_second: new tokens / wall-clock seconds, reading the prompt included. mean_acceptance_length: tokens a
     pass of the target, without the pass that reads the prompt and the token it yields. identical of compared: answers
     that are, token for token, those of plain decoding in the same framework; the two plain rows are compared with each
-    other.
+    other. so_far: prompts, in rows that are given before the last one.
     """
     from paceline.data.conversations import load_tokenizer, prompt_ids, stop_ids
     from paceline.data.prompts import prompts
-    from paceline.models.target import Target, device_of, folder
+    from paceline.models.embedded import folder
+    from paceline.models.target import Target, device_of
     from paceline.scripts.decoding import promised
     from paceline.scripts.evaluate import measured
     from paceline.scripts.terminal import progress
@@ -52,10 +54,16 @@ def decode(cfg: Any) -> Iterator[dict[str, Any]]:
         for batch in measured(ways, ids, cfg.eval.max_new_tokens, 1, plain=alone):
             batches.append(batch)
             bar.advance()
+            if len(batches) % KEPT == 0 and len(batches) < len(ids):
+                yield from (row | {"so_far": len(batches)} for row in _rows(names, batches))
+    yield from _rows(names, batches)
+
+
+def _rows(names: list[str], batches: list[Batch]) -> Iterator[dict[str, Any]]:
     for name in names:
         outs = [batch.out[name] for batch in batches]
         reference = _reference(name)
-        same = [batch.out[name].tokens == batch.out[reference].tokens for batch in batches if reference in ways]
+        same = [batch.out[name].tokens == batch.out[reference].tokens for batch in batches if reference in names]
         tokens, seconds = sum(batch.tokens(name) for batch in batches), sum(batch.seconds[name] for batch in batches)
         report = sum((out.report for out in outs[1:]), outs[0].report)
         yield {
@@ -146,7 +154,8 @@ def _stock(cfg: Any, target: Target) -> Any:
     """A model of its own as transformers loads it: none of our packed weights, nothing shared."""
     from transformers import AutoModelForCausalLM
 
-    from paceline.models.target import DTYPES, quiet_transformers
+    from paceline.models.embedded import quiet_transformers
+    from paceline.models.target import DTYPES
 
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(target.source, dtype=DTYPES[cfg.dtype])
@@ -176,7 +185,7 @@ def _hf(lookup: bool) -> Callable[[Any, Target, list[int]], Way]:
     def way(cfg: Any, target: Target, stops: list[int]) -> Way:
         import torch
 
-        from paceline.models.target import quiet_transformers
+        from paceline.models.embedded import quiet_transformers
 
         model = _stock(cfg, target)
         options = {"prompt_lookup_num_tokens": cfg.prompt_lookup} if lookup else {}

@@ -27,7 +27,8 @@ def synthesize(cfg: Any) -> Iterator[Row]:
     from paceline.data.conversations import load_tokenizer, prompt_ids, stop_ids
     from paceline.data.synthesis import Synthesis, beginnings, from_nothing, opening
     from paceline.decode.writer import Writer
-    from paceline.models.target import DTYPES, Target, device_of, folder, quiet_transformers
+    from paceline.models.embedded import folder, quiet_transformers
+    from paceline.models.target import DTYPES, Target, device_of
     from paceline.scripts.synthesize import local, mix_of
 
     path = [f"target.path={cfg.target.path}"] if cfg.target.path else []

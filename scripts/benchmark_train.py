@@ -145,7 +145,8 @@ class Texts:
 
     def __init__(self, options: Any):
         from paceline.data.conversations import load, load_tokenizer
-        from paceline.models.target import Target, folder
+        from paceline.models.embedded import folder
+        from paceline.models.target import Target
 
         where = folder(options.name, options.path)
         tokenizer = load_tokenizer(where, options.trust_remote_code)

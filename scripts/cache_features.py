@@ -23,7 +23,8 @@ def run(cfg: Any) -> None:
     from paceline.data.conversations import load, load_tokenizer
     from paceline.data.features import Features, Shards, bytes_a_token, description
     from paceline.data.rows import lengths
-    from paceline.models.target import Target, device_of, folder
+    from paceline.models.embedded import folder
+    from paceline.models.target import Target, device_of
     from paceline.models.warm import warm_start
     from paceline.scripts.terminal import progress
 

@@ -180,7 +180,8 @@ class Text:
     def __init__(self, asked: Any):
         import torch
 
-        from paceline.models.target import Target, folder
+        from paceline.models.embedded import folder
+        from paceline.models.target import Target
 
         where = str(Path(folder(asked.name, asked.path)).resolve())
         if not Path(where).is_dir():

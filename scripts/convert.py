@@ -81,7 +81,8 @@ def _read(cfg: Any, source: Path) -> tuple[Any, dict[str, Any]]:
 def _target(cfg: Any) -> tuple[Any, dict[str, Any]]:
     """The target that is asked for, and what drafter.json says of it."""
     from paceline.data.conversations import load_tokenizer, template_hash
-    from paceline.models.target import Target, device_of, folder
+    from paceline.models.embedded import folder
+    from paceline.models.target import Target, device_of
 
     asked = cfg.target
     where = folder(asked.name, asked.path)
@@ -100,8 +101,8 @@ def _target(cfg: Any) -> tuple[Any, dict[str, Any]]:
 
 def _where(cfg: Any, about: dict[str, Any]) -> dict[str, Any]:
     """Where the target's checkpoint lies, and its architecture, as far as that is on this machine."""
+    from paceline.models.embedded import folder
     from paceline.models.stored import read_json
-    from paceline.models.target import folder
 
     asked = about["target"] if cfg.target.name == "export" else {"name": cfg.target.name, "path": cfg.target.path}
     if asked["name"] == "hf" and not os.path.isdir(asked.get("path") or ""):

@@ -21,10 +21,11 @@ from paceline.data.conversations import load_tokenizer, stop_ids, template_hash
 from paceline.decode import VERIFIERS, Decoder, DynamicShape, Sampler, Shape, shape_of
 from paceline.models.drafter import Drafter, build, check_depth, options
 from paceline.models.drafter import Shape as Sizes
+from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
 from paceline.models.export import describe, load_export, load_trunk
 from paceline.models.hybrid import Hybrid
-from paceline.models.target import Target, device_of, folder
+from paceline.models.target import Target, device_of
 
 
 @dataclass

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 NEAR_TIE = 2e-2  # of the largest logit: what rounding in 16 bits can turn round
 RESAMPLES = 1000
+STALL = 3  # times the usual time of a round, over a whole answer, and half a second of it: what no text makes of it
 SPEED = {
     "tokens_per_second": "new tokens / wall-clock seconds with the drafter, reading the prompt included",
     "plain_tokens_per_second": "the same loop and prompts without a drafter (with plain=FILE: plain_prompts of them)",
@@ -271,7 +272,7 @@ def _read(file: Path, made: dict[str, Any]) -> list[list[int]]:
 
 
 def figures(batches: list[Batch], asked: Sequence[Prompt], lengths: list[int], seed: int) -> dict[str, Any]:
-    """`acceptance`, `speed`, `time`, `by_category`, `by_context`, `intervals` and `prompts` of report.json.
+    """`acceptance`, `speed`, `time`, `by_category`, `by_context`, `intervals`, `prompts`, `stalled` of report.json.
 
     lengths: tokens of each prompt.
     """
@@ -313,7 +314,27 @@ def figures(batches: list[Batch], asked: Sequence[Prompt], lengths: list[int], s
             for number, batch in enumerate(batches)
             for place, row in enumerate(batch.rows)
         ],
+        "stalled": stalled(batches, asked),
     }
+
+
+def stalled(batches: list[Batch], asked: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Answers whose rounds took STALL times the median answer's, the prompt's pass apart: the machine was elsewhere.
+
+    Their time stays in every figure; who reads one should know.
+    """
+    found = []
+    for way in (DRAFTED, PLAIN):
+        decoded = [batch for batch in batches if way in batch.seconds and batch.out[way].passes]
+        rounds = [batch.seconds[way] - batch.out[way].seconds.get("prefill", 0.0) for batch in decoded]
+        each = [seconds / batch.out[way].passes for seconds, batch in zip(rounds, decoded, strict=True)]
+        usual = statistics.median(each) if each else 0.0
+        found += [
+            {"prompt": asked[batch.rows[0]].id, "way": way, "times": one / usual}
+            for batch, seconds, one in zip(decoded, rounds, each, strict=True)
+            if one > STALL * usual and seconds - usual * batch.out[way].passes > 0.5
+        ]
+    return found
 
 
 def _sum(reports: Iterable[AcceptanceReport]) -> AcceptanceReport:
@@ -592,8 +613,11 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
 
 
 def _verdict(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Lines on exactness, with their style."""
+    """Lines on the machine and on exactness, with their style."""
     exact, how = report["exactness"], report["setting"]
+    for stall in report["stalled"]:
+        slow = f"{stall['way']} rounds of prompt {stall['prompt']} took {stall['times']:.1f} times what is usual here"
+        yield "yellow", f"{slow}: the machine did something else; trust speedup_predicted, or measure again"
     if how["lossy"]:
         yield "bold yellow", "LOSSY: verify=typical also accepts drafts that the target would not have chosen."
     if exact["reason"]:

@@ -27,7 +27,7 @@ def run(cfg: Any) -> None:
     from rich.console import Console
 
     from paceline.data.conversations import coloured, load, load_tokenizer
-    from paceline.models.target import folder
+    from paceline.models.embedded import folder
     from paceline.scripts.decoding import write_json
 
     tokenizer = load_tokenizer(folder(cfg.target.name, cfg.target.path), cfg.target.trust_remote_code)

@@ -27,7 +27,7 @@ def run(cfg: Any) -> None:
     from paceline.data.near import Known
     from paceline.data.shards import Shards, whole_lines
     from paceline.data.synthesis import Filters, Synthesis
-    from paceline.models.target import folder
+    from paceline.models.embedded import folder
     from paceline.scripts.terminal import progress
 
     language = _language() if cfg.language else None
@@ -113,7 +113,8 @@ def engine_of(cfg: Any, tokenizer: Any) -> tuple[Any, dict[str, Any], Callable[[
         return server.write, {"server": asked.url, "served_model": asked.model}, lambda: server.tokens
 
     from paceline.decode.writer import Writer
-    from paceline.models.target import Target, device_of, folder
+    from paceline.models.embedded import folder
+    from paceline.models.target import Target, device_of
 
     asked = cfg.target
     device = device_of(asked.device)

@@ -11,8 +11,9 @@ import torch
 from paceline.conf.entry import load
 from paceline.conf.schema_scripts import BenchmarkRow
 from paceline.models.drafter import Shape, build, options
+from paceline.models.embedded import folder
 from paceline.models.export import save_export
-from paceline.models.target import Target, folder
+from paceline.models.target import Target
 from paceline.scripts import benchmark_decode
 from paceline.scripts.benchmark import run
 
@@ -59,6 +60,27 @@ def test_every_row_decodes_the_same_prompts_to_the_same_text(drafters: list[str]
     assert lengths["hf-generate"] == lengths["paceline-plain"] == 1
     assert lengths["hf-prompt-lookup"] > 1 < lengths["paceline-ngram"] and lengths["paceline-medusa"] > 1
     assert lengths["paceline-hybrid"] > lengths["paceline-eagle3"], "its text repeats itself"
+
+
+def test_a_run_that_is_stopped_leaves_what_it_measured(
+    drafters: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = benchmark_decode._WAYS["paceline-plain"]
+
+    def stopped(*given: Any) -> Any:
+        way = right(*given)
+        return lambda prompts, ids, limit: pytest.fail("stopped") if prompts == [2] else way(prompts, ids, limit)
+
+    monkeypatch.setattr(benchmark_decode, "KEPT", 2)
+    monkeypatch.setitem(benchmark_decode._WAYS, "paceline-plain", stopped)
+    only = "only=[paceline-plain,paceline-ngram]"
+    with pytest.raises(pytest.fail.Exception):
+        rows(tmp_path, only)
+    left = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
+    assert [(row["name"], row["so_far"]) for row in left] == [("paceline-plain", 2), ("paceline-ngram", 2)]
+    monkeypatch.setitem(benchmark_decode._WAYS, "paceline-plain", right)
+    again = rows(tmp_path, only)
+    assert len(again) == 2 and not any("so_far" in row for row in again), "the whole run's rows take their place"
 
 
 def test_a_row_that_says_something_else_is_found_out(

@@ -15,8 +15,9 @@ import pytest
 from paceline.conf.entry import load
 from paceline.decode.pages import training_page
 from paceline.models.drafter import Shape, build, options
+from paceline.models.embedded import folder
 from paceline.models.export import save_export
-from paceline.models.target import Target, folder
+from paceline.models.target import Target
 from paceline.scripts import evaluate, watch
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[browser]'")

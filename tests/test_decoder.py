@@ -9,9 +9,10 @@ from fakes import VOCAB, Dictated, assert_holds, counts, slow_greedy, target_of
 from paceline.decode import Decoder, DynamicShape, Held, Sampler, StaticShape, chain, reject, walk
 from paceline.models.cache import Cache
 from paceline.models.drafter import Drafter, Shape, build, options
+from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
 from paceline.models.medusa import Medusa
-from paceline.models.target import Target, folder
+from paceline.models.target import Target
 
 NEW = 40
 PROMPTS = [

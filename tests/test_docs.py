@@ -17,8 +17,9 @@ from paceline.conf import entry
 from paceline.conf.entry import load
 from paceline.models import drafter as drafters
 from paceline.models.drafter import Shape, build
+from paceline.models.embedded import folder
 from paceline.models.export import save_export
-from paceline.models.target import Target, folder
+from paceline.models.target import Target
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,7 +14,8 @@ from paceline.data.near import folded
 from paceline.data.prompts import prompts
 from paceline.decode import Decoder, Sampler, StaticShape, chain
 from paceline.models.drafter import Shape, build, options
-from paceline.models.target import Target, folder
+from paceline.models.embedded import folder
+from paceline.models.target import Target
 
 NEW = 24
 TREE = StaticShape(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))

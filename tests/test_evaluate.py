@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +14,16 @@ import torch
 from paceline.conf.entry import load
 from paceline.decode import VERIFIERS, Verdict, walk
 from paceline.models.drafter import Shape, build, options
+from paceline.models.embedded import folder, quiet_transformers
 from paceline.models.export import save_export
-from paceline.models.target import Target, folder, quiet_transformers
+from paceline.models.target import Target
 from paceline.scripts import evaluate
 
 PATHS = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0]]
 SMALL = ["eval.limit=4", "eval.max_new_tokens=12", "dtype=float32"]
 KEYS = {
-    "": "drafter target setting acceptance speed time by_category by_context intervals prompts exactness drift trace",
+    "": "drafter target setting acceptance speed time by_category by_context intervals prompts stalled exactness "
+    "drift trace",
     "setting": "dtype exact tree depth nodes width drafts verify lossy temperature top_k top_p min_p "
     "repetition_penalty presence_penalty min_new_tokens seed batch prompts "
     "num_prompts max_new_tokens plain plain_prompts threads device machine command paceline torch transformers",
@@ -78,6 +81,30 @@ def test_the_report_holds_what_it_promises(export: Path, tmp_path: Path) -> None
         low, high = report["intervals"][name]
         value = report["acceptance" if name in report["acceptance"] else "speed"][name]
         assert low <= value <= high
+
+
+def test_an_answer_in_which_the_machine_was_elsewhere_is_named(
+    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    ways = evaluate._ways
+
+    def one_stalls(*given: Any) -> Any:
+        made = ways(*given)
+        plain = made[evaluate.PLAIN]
+
+        def slow(rows: list[int], ids: list[list[int]], limit: int) -> Any:
+            if rows == [2]:
+                time.sleep(1.0)
+            return plain(rows, ids, limit)
+
+        return made | {evaluate.PLAIN: slow}
+
+    monkeypatch.setattr(evaluate, "_ways", one_stalls)
+    report = measured(tmp_path, f"drafter={export}")
+    named = {stall["prompt"]: stall["times"] for stall in report["stalled"] if stall["way"] == evaluate.PLAIN}
+    stalled = report["prompts"][2]["id"]
+    assert named[stalled] > evaluate.STALL and report["prompts"][0]["id"] not in named
+    assert f"plain rounds of prompt {stalled} took" in capsys.readouterr().out
 
 
 def test_the_report_lies_in_the_run_that_holds_the_export(export: Path, monkeypatch: Any, capsys: Any) -> None:

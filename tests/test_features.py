@@ -19,8 +19,9 @@ from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Example
 from paceline.data.features import Features, Memory, Shards, description
 from paceline.data.records import BadData
+from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
-from paceline.models.target import Target, folder
+from paceline.models.target import Target
 from paceline.scripts.cache_features import run as cache
 from paceline.train import features as chosen
 from paceline.train.loop import fit

@@ -13,7 +13,8 @@ import pytest
 from paceline.conf.entry import load
 from paceline.data.conversations import load_tokenizer, prompt_ids, stop_ids
 from paceline.decode import Decoder, Sampler
-from paceline.models.target import Target, folder
+from paceline.models.embedded import folder
+from paceline.models.target import Target
 from paceline.scripts import generate
 from paceline.scripts.generate import Words, ends_with
 

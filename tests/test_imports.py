@@ -26,6 +26,7 @@ ONLY_IN = {
     "peft": ("models/target.py",),
     "transformers": (
         "models/target.py",
+        "models/embedded.py",
         "models/cache.py",
         "models/draft_model.py",
         "data/",

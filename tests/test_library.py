@@ -88,7 +88,8 @@ sys.modules.update(dict.fromkeys(absent.split()))  # what stands there as None i
 import torch
 from paceline.decode import Decoder, chain
 from paceline.models.drafter import Shape, build, options
-from paceline.models.target import Target, folder
+from paceline.models.embedded import folder
+from paceline.models.target import Target
 
 target = Target.load(folder("tiny"), "float32", vocab=259)
 drafter = build(options("ngram")(name="ngram"), Shape.of(target))

@@ -13,11 +13,12 @@ from paceline.decode import Decoder, StaticShape, chain
 from paceline.decode.sampler import likeliest
 from paceline.models import packed
 from paceline.models.cache import Cache
+from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
 from paceline.models.kernels import kernels
 from paceline.models.layers import GatedMLP, LayerOptions
 from paceline.models.packed import Packed, PackedLayer, PackedTrunk, pack_weights, packable, unpack_weights
-from paceline.models.target import Target, folder
+from paceline.models.target import Target
 
 PACKS = packable(torch.zeros(1, 1, dtype=torch.bfloat16))
 possible = pytest.mark.skipif(not PACKS, reason="torch packs no bfloat16 weights on this machine")

@@ -29,8 +29,8 @@ from paceline.data.synthesis import (
     from_records,
     opening,
 )
+from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
-from paceline.models.target import folder
 from paceline.scripts.synthesize import run
 
 MIX = Mix([1.0], 1.0, [16])

@@ -15,9 +15,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from paceline.decode import Decoder
 from paceline.models.eagle import default_taps
+from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
 from paceline.models.layers import Rotary
-from paceline.models.target import Target, folder, rope_frequencies
+from paceline.models.target import Target, rope_frequencies
 
 IDS = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(2))
 

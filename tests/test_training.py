@@ -113,6 +113,14 @@ def test_the_tiny_target_trains_in_seconds_and_its_folder_explains_itself(
     shown = capsys.readouterr().out
     for words in ("supervised tokens:", "⟦supervised", "draft vocabulary 64", "mean acceptance length", "done:"):
         assert words in shown
+    assert "answers of SmolLM2" not in shown
+
+
+def test_another_targets_drafter_is_not_trained_on_the_bundled_answers_unawares(
+    tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(config(tmp_path, target_folder, "data=self", "data.path=null", "data.limit=20", "train.steps=1"))
+    assert "data=self are answers of SmolLM2-135M-Instruct" in capsys.readouterr().out
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(

@@ -9,8 +9,9 @@ import pytest
 
 from paceline.conf.entry import load
 from paceline.models.drafter import Shape, build, options
+from paceline.models.embedded import folder
 from paceline.models.export import amend, describe, load_export, save_export
-from paceline.models.target import Target, folder
+from paceline.models.target import Target
 from paceline.scripts import evaluate, tune
 
 PATHS = [[0], [1], [0, 0], [2], [0, 1], [1, 0]]

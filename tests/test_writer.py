@@ -10,8 +10,9 @@ from paceline.decode import draw
 from paceline.decode.draw import drawn
 from paceline.decode.sampler import Sampler
 from paceline.decode.writer import Job, Writer
+from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
-from paceline.models.target import Target, folder
+from paceline.models.target import Target
 
 
 def jobs(count: int, **options: float) -> list[Job]:

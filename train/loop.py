@@ -30,8 +30,9 @@ from torch.distributed.tensor import DTensor
 from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
 from paceline.models.drafter import Drafter, Shape, build
+from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
-from paceline.models.target import Target, device_of, folder
+from paceline.models.target import Target, device_of
 from paceline.models.warm import warm_start
 from paceline.train import checkpoint
 from paceline.train.pace import Pace

@@ -47,6 +47,11 @@ FREE = {
     "train.log_every",
 }
 
+_NOT_ITS_OWN = (
+    "data=self are answers of SmolLM2-135M-Instruct: a drafter for another target learns most from that target's own "
+    "(scripts/synthesize.py, then data=jsonl data.path=FOLDER)"
+)
+
 
 class Record:
     """Everything a run leaves behind. `coverage`: share of the supervised tokens that the draft vocabulary holds."""
@@ -147,6 +152,8 @@ class Record:
         for report in (data.skipped, data.unsupervised):
             if len(report):
                 show(f"  {report}", highlight=False)
+        if self.cfg.data.source == "self" and self.cfg.target.name == "hf":
+            show(f"[yellow]{_NOT_ITS_OWN}[/]", highlight=False)
         show("one example, what the drafter learns to predict is marked:", style="dim")
         show(coloured(data.train[0], tokenizer))
 
