@@ -134,9 +134,7 @@ class Sampler:
 
     def _arrivals(self, probs: Tensor, places: Sequence[Place], draws: Sequence[int]) -> Tensor:
         """[R, V], the earlier a token arrives the larger."""
-        keys = zip(places, draws, strict=True)
-        noise = torch.stack([self.exponentials(place, probs.shape[-1], draw) for place, draw in keys])
-        return probs / noise.to(probs.device)
+        return probs / self.exponentials(places, draws, probs.shape[-1], probs.device)
 
     def accepts(self, chance: float, place: Place, draw: int) -> bool:
         """One coin with probability `chance` of heads."""
@@ -146,15 +144,38 @@ class Sampler:
         """A number in [0, 1) that depends on seed, place and draw alone."""
         return (self._key(place, draw) >> 11) / (1 << 53)
 
-    def exponentials(self, place: Place, many: int, draw: int = 0) -> Tensor:
-        """[many] float32 draws above 0 from the exponential distribution, that depend on seed, place and draw alone."""
-        generator = torch.Generator().manual_seed(self._key(place, draw))
-        return torch.empty(many).exponential_(generator=generator).clamp_(min=torch.finfo(torch.float32).tiny)
+    def exponentials(self, places: Sequence[Place], draws: Sequence[int], many: int, device: Any = "cpu") -> Tensor:
+        """[R, many] float32 draws above 0 from the exponential distribution; a row depends on seed, place and draw.
+
+        Made where they are used, all rows at once: token i's is the i-th number of the row's own SplitMix64 (Steele et
+        al. 2014), so that a device without a serial generator says the same as one that has it.
+        """
+        keys = [_signed(self._key(place, draw)) for place, draw in zip(places, draws, strict=True)]
+        mixed = torch.arange(1, many + 1, device=device) * _GOLDEN + torch.tensor(keys, device=device)[:, None]
+        for shift, factor in _MIXING:
+            mixed = (mixed ^ _shifted(mixed, shift)) * factor
+        mixed = mixed ^ _shifted(mixed, 31)
+        # the middles of 2^53 equal parts of (0, 1): neither end, so that no token wins without a chance
+        return (_shifted(mixed, 11).double() + 0.5).mul_(2.0**-53).log_().neg_().float()
 
     def _key(self, place: Place, draw: int) -> int:
         """64 bits."""
         digest = hashlib.blake2b(f"{self.seed}/{place[0]}/{place[1]}/{draw}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
+
+
+def _signed(bits: int) -> int:
+    """64 bits as the int64 that has them; its products wrap around, as those of unsigned numbers do."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIXING = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """int64 bits to the right, zeros in from the left."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def likeliest(logits: Tensor) -> Tensor:

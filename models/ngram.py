@@ -3,6 +3,9 @@
 The training-free reference every trained drafter should beat. What it remembers of each row is the row's verified text.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -29,7 +32,23 @@ class NgramOptions(Options):
         return False
 
 
-class Texts(list[list[int]]):
+class Text(list[int]):
+    """The verified tokens of a row, which only grow, and where each run of `size` of them occurred."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self._size, self._seen = size, size - 1  # tokens behind whose first `_seen` all runs are noted
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+
+    def earlier(self) -> Sequence[int]:
+        """Behind how many tokens the text's own ending occurred before, earliest first."""
+        for after in range(self._seen + 1, len(self)):  # the ending itself is not earlier
+            self._ends.setdefault(tuple(self[after - self._size : after]), []).append(after)
+            self._seen = after
+        return self._ends.get(tuple(self[-self._size :]), ())
+
+
+class Texts(list[Any]):
     """The verified tokens of each row."""
 
     def select(self, rows: list[int]) -> "Texts":
@@ -48,7 +67,7 @@ class Ngram(Drafter):
         self.taps = ()
 
     def memory(self, rows: int, room: int) -> "Texts":
-        return Texts([] for _ in range(rows))
+        return Texts(Text(self.options.shortest) for _ in range(rows))
 
     def read(self, hidden: Tensor) -> Tensor:
         return hidden.new_full((*hidden.shape[:-1], 2), -1, dtype=torch.long)
@@ -73,16 +92,16 @@ class Ngram(Drafter):
         logits = torch.full((*state.shape[:-1], self.shape.vocab), -torch.inf, device=state.device)
         return logits.scatter_(-1, state.clamp(min=0), torch.where(known, 0.0, -torch.inf))
 
-    def last_match(self, text: list[int]) -> tuple[int, int]:
+    def last_match(self, text: Text) -> tuple[int, int]:
         """Where the text went on after the longest, and of these the latest, earlier occurrence of its own ending, and
         that ending's length; (-1, 0) where none is as long as `shortest`."""
         best = -1, 0
-        for after in range(len(text) - 1, 0, -1):
-            length = 0
+        for after in reversed(text.earlier()):
+            length = self.options.shortest
             while length < min(after, self.options.longest) and text[after - 1 - length] == text[-1 - length]:
                 length += 1
             if length > best[1]:
                 best = after, length
                 if length == self.options.longest:
                     break
-        return best if best[1] >= self.options.shortest else (-1, 0)
+        return best

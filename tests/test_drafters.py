@@ -1,6 +1,7 @@
 """What drafters promise apart from training and decoding: Medusa heads start as the target's own, n-grams look back."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -99,7 +100,8 @@ def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
 def lookup(text: list[int], depths: int, **more: int) -> list[int | None]:
     """What n-grams draft after this text, fed in two pieces; None is silence."""
     drafter = build(options("ngram")(name="ngram", **more), Shape(32, 3, VOCAB))
-    history, half = [text[:1]], len(text) // 2
+    history, half = drafter.memory(1, len(text)), len(text) // 2
+    history[0].extend(text[:1])
     for piece in (text[1:half], text[half:]):
         tokens = torch.tensor([[*piece, 63, 63]])  # padding, not to be remembered
         ctx = Context(torch.zeros_like(tokens), torch.tensor([len(piece)]), history)
@@ -119,6 +121,25 @@ def test_ngrams_repeat_what_followed_the_longest_ending_that_came_before() -> No
     assert lookup([7, 8, 1, 3, 5, 4, 8, 2, 6, 7, 8], 4) == [1, 3, 5, 4]
     assert lookup([7, 8, 1, 3, 5, 4, 8, 2, 6, 7, 8], 2, longest=1) == [2, 6]
     assert lookup([7, 8, 1, 7, 8, 2, 9, 7, 8], 2) == [2, 9], "of equal ones the last"
+
+
+@pytest.mark.parametrize("shortest", [1, 2, 3])
+def test_the_match_is_the_one_that_a_search_of_the_whole_text_finds(shortest: int) -> None:
+    def searched(text: list[int], longest: int) -> tuple[int, int]:
+        lengths = {
+            after: next(
+                n for n in range(longest + 1) if n == min(after, longest) or text[after - 1 - n] != text[-1 - n]
+            )
+            for after in range(1, len(text))
+        }
+        best = max(lengths.items(), key=lambda found: (found[1], found[0]), default=(-1, 0))
+        return best if best[1] >= shortest else (-1, 0)
+
+    drafter = build(options("ngram")(name="ngram", shortest=shortest, longest=4), Shape(32, 3, VOCAB))
+    (text,), drawn = drafter.memory(1, 0), random.Random(0)
+    for _ in range(200):  # grown by a round's tokens at a time
+        text.extend(drawn.choices(range(3), k=drawn.randint(1, 3)))
+        assert drafter.last_match(text) == searched(list(text), 4), text
 
 
 def test_ngrams_are_silent_where_nothing_came_before() -> None:

@@ -551,6 +551,23 @@ def test_seeds_rows_positions_and_draws_have_noise_of_their_own() -> None:
     assert abs(sum(noise) / 1000 - 0.5) < 4 * math.sqrt(1 / 12 / 1000)
 
 
+def test_the_noise_is_splitmix64s() -> None:
+    """Against the generator as it is published, one number at a time; the same on every device, and never 0."""
+    sampler, places = Sampler(1.0, seed=3), [(0, 0), (41, 7)]
+    noise = sampler.exponentials(places, [0, 2], 300)
+    for row, (place, draw) in enumerate(zip(places, [0, 2], strict=True)):
+        state, expected = sampler._key(place, draw), []
+        for _ in range(300):
+            state = (state + 0x9E3779B97F4A7C15) % 2**64
+            mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+            mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+            expected.append(-math.log((((mixed ^ mixed >> 31) >> 11) + 0.5) / 2**53))
+        torch.testing.assert_close(noise[row], torch.tensor(expected), atol=0, rtol=1e-6)
+    many = sampler.exponentials([(row, 0) for row in range(100)], [0] * 100, 10_000).double()
+    assert abs(many.mean() - 1) < 4e-3 and abs(many.var() - 1) < 12e-3  # four standard errors of a million draws
+    assert bool((many > 0).all())
+
+
 def test_a_pick_has_its_distribution_and_is_the_rows_own() -> None:
     probs = torch.tensor([[0.0, 3.0, 0.5, 0.0, 6.0, 0.5]])  # not normalised
     many = 20_000
