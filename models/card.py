@@ -78,48 +78,9 @@ def _launches(drafter: Drafter, target: str, format: str) -> list[str]:
         if fault is not None:
             lines += [f"`format={other}` cannot hold it: {fault}.", ""]
             continue
-        engine, command = launch(drafter, other, target)
+        engine, command = layout.launch(drafter, other, target)
         lines += [f"{engine}{' (not run here)' if command else ''}:", "", "```"]
         if not here:
             lines += [f"python scripts/convert.py from=FOLDER to=OTHER format={other}"]
         lines += [*([command.replace("FOLDER", "FOLDER" if here else "OTHER")] if command else []), "```", ""]
     return lines
-
-
-def launch(drafter: Drafter, format: str, target: str) -> tuple[str, str]:
-    """An engine, and how it is started with a drafter in FOLDER, written in `format`; empty where it is Python code."""
-    tokens, options = drafter.max_depth or max(drafter.unroll, 3), drafter.options
-    wide = getattr(options, "join", None) == "attention"
-
-    def vllm(**how: Any) -> str:
-        return f"vllm serve {target} --speculative-config '{json.dumps(how | {'num_speculative_tokens': tokens})}'"
-
-    match options.name, format:
-        case "eagle", "eagle":
-            return "The official EAGLE code (`EaModel.from_pretrained(ea_model_path=FOLDER)`)", ""
-        case "eagle", "sglang":
-            chain = f"--speculative-num-steps {tokens} --speculative-eagle-topk 1"
-            return "SGLang", (
-                f"python -m sglang.launch_server --model-path {target} "
-                f"--speculative-algorithm {'EAGLE3' if wide else 'EAGLE'} --speculative-draft-model-path FOLDER "
-                f"{chain} --speculative-num-draft-tokens {tokens + 1}"
-            )
-        case "eagle", _:
-            name = "vLLM, of speculators' format" if format == "speculators" else "vLLM"
-            return name, vllm(model="FOLDER", method="eagle3" if wide else "eagle")
-        case "medusa", "vllm":
-            return "vLLM up to 0.32", vllm(model="FOLDER", method="medusa")
-        case "medusa", _:
-            made = formats.medusa.HEADS
-            github = "" if drafter.max_depth == made else f"; not that on GitHub, which makes {made} heads, some random"
-            return f"The official Medusa code (`MedusaModel.from_pretrained(FOLDER)`{github})", ""
-        case "mtp_sequential", "mimo":
-            how = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
-            return "vLLM, as MiMo", f"vllm serve FOLDER --speculative-config '{how}'"
-        case "mtp_sequential", "speculators":
-            return "speculators (`SpeculatorModel.from_pretrained(FOLDER)`)", ""
-        case "mtp_sequential", _:
-            return "transformers (`model.generate(..., use_mtp=True)`, of the stitched folder)", ""
-        case "draft", _:
-            return "transformers (`assistant_model=`), and vLLM", vllm(model="FOLDER", method="draft_model")
-    raise ValueError(f"no engine for {options.name} as {format}")

@@ -2,8 +2,9 @@
 
 A module here has: METHOD, what drafter it holds; FORMATS, the names under which it is written; `recognised(folder)`;
 `load(folder, target, option)`; `faults(drafter, format)`, what of a drafter has no place there, by name;
-`written(drafter, format, target)`, the checkpoint of one without; and `understood(checkpoint, shape, where)`, its way
-back, by which what is written is checked before it is kept.
+`launch(drafter, format, target)`, who reads it and how that is started; `written(drafter, format, target)`, the
+checkpoint of one without; and `understood(checkpoint, shape, where)`, its way back, by which what is written is checked
+before it is kept.
 """
 
 from pathlib import Path

@@ -193,6 +193,17 @@ def embedding(target: Target) -> Tensor:
     return target.model.get_input_embeddings().weight
 
 
+def vllm(target: str, drafter: Drafter, **how: Any) -> str:
+    """The command that serves a target with the drafter in FOLDER."""
+    how |= {"num_speculative_tokens": draft_tokens(drafter)}
+    return f"vllm serve {target} --speculative-config '{json.dumps(how)}'"
+
+
+def draft_tokens(drafter: Drafter) -> int:
+    """Draft tokens a round that an engine is told to ask for."""
+    return drafter.max_depth or max(drafter.unroll, 3)
+
+
 def same(drafter: Drafter, again: Drafter) -> str | None:
     """What of a drafter another one, read back from its file, does not have: an option or a tensor. None: nothing."""
     made, back = drafter.options.made_of(), again.options.made_of()

@@ -26,11 +26,13 @@ from paceline.models.formats.common import (
     Checkpoint,
     base_config,
     biases,
+    draft_tokens,
     embedding,
     layer_manifest,
     layer_of,
     opened,
     tensors_of,
+    vllm,
     without_copy,
 )
 from paceline.models.stored import Spec, check, dtype_of, load_tensors
@@ -205,6 +207,20 @@ def _ids(place: dict[str, Any], add: int, shape: Shape, where: str) -> tuple[int
 
 
 # ---------------------------------------------------------------- out
+
+
+def launch(drafter: Drafter, format: str, target: str) -> tuple[str, str]:
+    """An engine, and how it is started with the drafter in FOLDER; empty where it is Python code."""
+    wide, tokens = drafter.options.join == "attention", draft_tokens(drafter)
+    if format == "eagle":
+        return "The official EAGLE code (`EaModel.from_pretrained(ea_model_path=FOLDER)`)", ""
+    if format == "sglang":
+        return "SGLang", (
+            f"python -m sglang.launch_server --model-path {target} "
+            f"--speculative-algorithm {'EAGLE3' if wide else 'EAGLE'} --speculative-draft-model-path FOLDER "
+            f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}"
+        )
+    return "vLLM", vllm(target, drafter, model="FOLDER", method="eagle3" if wide else "eagle")
 
 
 def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint:

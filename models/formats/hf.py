@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.models.draft_model import DraftOptions
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.errors import Refusal
-from paceline.models.formats.common import Checkpoint, base_config, tensors_of
+from paceline.models.formats.common import Checkpoint, base_config, tensors_of, vllm
 from paceline.models.stored import check, dtype_of, load_tensors, manifest_of, read_json, read_tensors, tensor_files
 from paceline.models.target import Target
 
@@ -80,6 +80,11 @@ def faults(drafter: Drafter, format: str) -> Iterator[str]:
     """What such a checkpoint has no place for."""
     if drafter.options.tables == "shared":
         yield "embedding and output matrix are the target's, a model needs its own; train with method.tables=own"
+
+
+def launch(drafter: Drafter, format: str, target: str) -> tuple[str, str]:
+    """An engine, and how it is started with the drafter in FOLDER; empty where it is Python code."""
+    return "transformers (`assistant_model=`), and vLLM", vllm(target, drafter, model="FOLDER", method="draft_model")
 
 
 def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint:

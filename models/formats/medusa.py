@@ -17,7 +17,7 @@ import torch
 
 from paceline.models.drafter import MOST, Drafter, Shape, build
 from paceline.models.errors import Refusal
-from paceline.models.formats.common import SAFE, Checkpoint, base_config, opened, tensors_of
+from paceline.models.formats.common import SAFE, Checkpoint, base_config, opened, tensors_of, vllm
 from paceline.models.medusa import MedusaOptions
 from paceline.models.stored import Spec, check, dtype_of, load_tensors, read_json
 from paceline.models.target import Target
@@ -125,6 +125,14 @@ def faults(drafter: Drafter, format: str) -> Iterator[str]:
         yield "token_map, a draft vocabulary, has no place there; train with method.draft_vocab=null"
     if options.blocks != 1:
         yield f"method.blocks={options.blocks}: the official code applies one block again; nearest: 1"
+
+
+def launch(drafter: Drafter, format: str, target: str) -> tuple[str, str]:
+    """An engine, and how it is started with the drafter in FOLDER; empty where it is Python code."""
+    if format == "vllm":
+        return "vLLM up to 0.32", vllm(target, drafter, model="FOLDER", method="medusa")
+    github = "" if drafter.max_depth == HEADS else f"; not that on GitHub, which makes {HEADS} heads, some random"
+    return f"The official Medusa code (`MedusaModel.from_pretrained(FOLDER)`{github})", ""
 
 
 def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint:

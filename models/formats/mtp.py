@@ -273,6 +273,14 @@ def other_conventions(drafter: Drafter, wanted: dict[str, Any]) -> Iterator[str]
             yield f"method.{name}={json.dumps(getattr(options, name))}: its reader has {asked}; train with that"
 
 
+def launch(drafter: Drafter, format: str, target: str) -> tuple[str, str]:
+    """An engine, and how it is started with the drafter in FOLDER; empty where it is Python code."""
+    if format == "mimo":
+        how = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+        return "vLLM, as MiMo", f"vllm serve FOLDER --speculative-config '{how}'"
+    return "transformers (`model.generate(..., use_mtp=True)`, of the stitched folder)", ""
+
+
 def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint:
     """The modules on top of their target's checkpoint, `target["folder"]`. Refusal: that is not there, or another."""
     options, shape, mimo = drafter.options, drafter.shape, format == "mimo"

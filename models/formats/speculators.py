@@ -10,7 +10,16 @@ from typing import Any
 from paceline.models.drafter import Drafter, Shape
 from paceline.models.errors import Refusal
 from paceline.models.formats import eagle
-from paceline.models.formats.common import SAFE, Checkpoint, base_config, embedding, opened, tensors_of, without_copy
+from paceline.models.formats.common import (
+    SAFE,
+    Checkpoint,
+    base_config,
+    embedding,
+    opened,
+    tensors_of,
+    vllm,
+    without_copy,
+)
 from paceline.models.stored import read_json
 from paceline.models.target import Target
 
@@ -62,6 +71,11 @@ def faults(drafter: Drafter, format: str) -> Iterator[str]:
     if drafter.options.join != "attention":
         yield "holds EAGLE-3 only (method.join=attention); nearest: format=eagle"
     yield from eagle.faults(drafter, format)
+
+
+def launch(drafter: Drafter, format: str, target: str) -> tuple[str, str]:
+    """An engine, and how it is started with the drafter in FOLDER; empty where it is Python code."""
+    return "vLLM, of speculators' format", vllm(target, drafter, model="FOLDER", method="eagle3")
 
 
 def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint:

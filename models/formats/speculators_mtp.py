@@ -70,6 +70,11 @@ def faults(drafter: Drafter, format: str) -> Iterator[str]:
         yield "method.layer: its layers are Qwen3's, with norms on the heads of q and k and no biases"
 
 
+def launch(drafter: Drafter, format: str, target: str) -> tuple[str, str]:
+    """An engine, and how it is started with the drafter in FOLDER; empty where it is Python code."""
+    return "speculators (`SpeculatorModel.from_pretrained(FOLDER)`)", ""
+
+
 def written(drafter: Drafter, format: str, target: dict[str, Any]) -> Checkpoint:
     """Such a checkpoint. target: where it is, which speculators opens."""
     flat, layer, rope = base_config(drafter), drafter.options.layer, dict(drafter.options.layer.rope or {})
