@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig
@@ -177,7 +178,7 @@ class Target(nn.Module):
             quantize: `none`, `4bit` or `8bit` (bitsandbytes).
 
         Raises:
-            Refusal: what cannot be loaded, or cannot be rolled back, by name.
+            Refusal: what cannot be loaded, is not whole, or cannot be rolled back, by name.
         """
         from transformers import AutoModelForCausalLM  # takes seconds and accelerate along: only where a model loads
 
@@ -193,11 +194,19 @@ class Target(nn.Module):
         with quiet_transformers():
             try:
                 config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-                model = AutoModelForCausalLM.from_pretrained(
-                    folder, config=config, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, **extra
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    config=config,
+                    dtype=DTYPES[dtype],
+                    trust_remote_code=trust_remote_code,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are refused below, by name
+                    **extra,
                 )
-            except (OSError, ValueError) as error:
-                raise Refusal(f"target.path={folder}: {str(error).strip().splitlines()[0]}") from error
+            except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                raise Refusal(f"target.path={folder}: {reason}") from error
+        _check_whole(type(model).__name__, found, folder)
         target = cls(model if extra else model.to(device), vocab, str(folder))
         pack_weights(target.model)
         return target
@@ -608,6 +617,24 @@ class Target(nn.Module):
             raise Refusal(f"target: {name} does something to its logits that paceline does not know")
         if not torch.allclose(self.embed(ids).float(), hidden.float(), atol=1e-2 * float(hidden.abs().max()), rtol=0):
             raise Refusal(f"target: {name} does something to its embeddings that paceline does not know")
+
+
+def _check_whole(name: str, found: dict[str, Any], folder: str) -> None:
+    """Raises Refusal where transformers `found` a tensor missing or of another shape: it made it up at random.
+
+    A table that is tied to another is not missing.
+    """
+    for key, shape, expected in sorted(found["mismatched_keys"]):
+        raise Refusal(
+            f"target.path={folder}: tensor {key} has shape {list(shape)}, {name} of its config.json {list(expected)}"
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise Refusal(
+            f"target.path={folder}: tensor {missing[0]}{more} is missing: no whole {name}; "
+            "nearest: the folder of the whole causal LM"
+        )
 
 
 def _sharing(model: Any) -> Any:
