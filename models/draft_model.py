@@ -20,7 +20,7 @@ from paceline.models.drafter import Borrowed, Context, Drafter, Options, Shape, 
 from paceline.models.embedded import folder, quiet_transformers
 from paceline.models.errors import Refusal
 from paceline.models.streams import TreeKeys
-from paceline.models.target import Target, head_of, trunk_of, trunk_pass
+from paceline.models.target import Target, head_of, trunk_of, trunk_pass, window_of
 
 MOST_LAYERS = 1024
 EMBEDDED = ("smollm2", "tiny")  # targets that need no path
@@ -159,6 +159,7 @@ class DraftModel(Drafter):
         own = options.tables == "own"
         lm = _causal_lm(options.config or {}, own)
         body, head = trunk_of(lm), lm.get_output_embeddings()
+        self.window = window_of(lm.config.get_text_config())
         self._lm, self._body = (lm,), (body,)  # its parts are children under its own names, not it as a whole
         self._tied: dict[str, str] = {}  # name of a tensor that is not stored -> that of the one it is
         if not own:
@@ -178,6 +179,11 @@ class DraftModel(Drafter):
         return len(self._lm[0].get_input_embeddings().weight)
 
     def memory(self, rows: int, room: int) -> TreeKeys:
+        if self.window is not None and room > self.window:
+            raise Refusal(
+                f"this draft model's window is {self.window} tokens, and prompt + new tokens + tree need {room}: "
+                "shorten the prompt or lower max_new_tokens"
+            )
         return TreeKeys(rows, room)
 
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:

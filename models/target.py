@@ -155,7 +155,7 @@ class Target(nn.Module):
         self.hidden: int = config.hidden_size
         self.layers: int = config.num_hidden_layers
         self.vocab: int = min(vocab or config.vocab_size, config.vocab_size)
-        self.window: int | None = _window(config)
+        self.window: int | None = window_of(config)
         self.blocks: nn.ModuleList = next(
             m for m in self.body.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers
         )
@@ -687,7 +687,7 @@ def _number(config, name: str, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _window(config) -> int | None:
+def window_of(config) -> int | None:
     """Tokens beyond which a pass would not see, or not turn, its keys as the passes before it did."""
     types = getattr(config, "layer_types", None)
     windowed = types is None or any(kind != "full_attention" for kind in types)

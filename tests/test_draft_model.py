@@ -270,6 +270,32 @@ def test_another_tokenizer_is_refused_by_its_first_other_id_before_weights_load(
         DraftOptions(name="draft", model=str(model)).check_tokenizer(load_tokenizer(checkpoint))
 
 
+LIMITED = {  # what a model sees at once, or turns its keys for
+    "sliding": ("mistral", {"sliding_window": 48}),
+    "dynamic": (
+        "llama",
+        {"max_position_embeddings": 48, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LIMITED)
+def test_text_beyond_its_own_window_is_refused_in_decoding_and_in_training(
+    kind: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    family, limits = LIMITED[kind]
+    model = small(tmp_path / "small", family, **limits)
+    target, prompt = Target.load(str(checkpoint), "float32", vocab=259), [5, 17, 3, 42]
+    drafter = build(DraftOptions(name="draft", model=str(model)).fitted(target), Shape.of(target)).eval()
+    drafter.start(target)
+    decoder = Decoder(target, drafter, chain(3))  # four nodes, two of them unfolded
+    assert decoder.generate([prompt], 38).tokens == [slow_greedy(target, prompt, 38)]
+    with pytest.raises(Refusal, match=r"^this draft model's window is 48 tokens, and .* need 49: .* max_new_tokens$"):
+        decoder.generate([prompt], 39)
+    with pytest.raises(Refusal, match=r"^data\.max_length: 512, but this draft model's window is 48 .* nearest: 48$"):
+        fit(load("draft", *words(tmp_path, checkpoint, f"method.model={model}")))
+
+
 def test_a_model_that_is_not_whole_is_refused_by_its_first_missing_tensor(checkpoint: Path, tmp_path: Path) -> None:
     model = small(tmp_path / "small")
     tensors = load_file(model / "model.safetensors")
