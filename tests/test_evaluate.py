@@ -343,6 +343,17 @@ def test_what_contradicts_the_export_is_refused_before_the_target_loads(
     assert "bad.jsonl:1" in refused(monkeypatch, capsys, f"drafter={export}", "eval.prompts=bad.jsonl")
 
 
+def test_with_a_lookup_drafts_go_deeper_than_the_heads(
+    export: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    deep = [f"drafter={export}", "decode.tree=chain", "decode.depth=8"]
+    report = measured(tmp_path, *deep, "decode.lookup=2", "hf_baseline=false")
+    assert report["setting"]["depth"] == 8
+    assert report["exactness"]["identical"] == report["exactness"]["compared"] > 0
+    line = refused(monkeypatch, capsys, *deep)
+    assert "decode.depth: 8 is deeper than the drafter's 3 heads; nearest: 3" in line
+
+
 def retold(export: Path, folder: Path, **target: Any) -> Path:
     """A description of the same drafter that says something else of its target."""
     folder.mkdir()
