@@ -96,9 +96,10 @@ class Held:
 
     def add(self, ids: list[int], hidden: Tensor) -> Tensor:
         """Note that the cache holds these too; returns the states of all, [1, n, taps * H]."""
+        # states first: where an interrupt leaves more of them than ids, `begun` cuts them
+        whole = self.hidden = hidden if self.hidden is None else torch.cat([self.hidden, hidden], 1)
         self.ids = self.ids + ids
-        self.hidden = hidden if self.hidden is None else torch.cat([self.hidden, hidden], 1)
-        return self.hidden
+        return whole
 
 
 class Decoder:
