@@ -77,21 +77,8 @@ class DraftOptions(Options):
         """Its ids must mean what the target's mean; ids that only its own tokenizer knows are never drafted."""
         if self.model is None:
             return
-        from transformers import AutoTokenizer
-
-        try:
-            known = AutoTokenizer.from_pretrained(_folder(self.model))
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise Refusal(f"method.model={self.model}: its tokenizer cannot be read ({reason})") from error
-        theirs, ours = ({i: token for token, i in one.get_vocab().items()} for one in (known, tokenizer))
-        for i, token in sorted(ours.items()):
-            if theirs.get(i) != token:
-                there = f"{theirs[i]!r}" if i in theirs else "not there"
-                raise Refusal(
-                    f"method.model={self.model}: another tokenizer than the target's: id {i} is {there}, "
-                    f"the target's is {token!r}; take a model of the target's family, or method.target_layers"
-                )
+        others = "take a model of the target's family, or method.target_layers"
+        check_same_tokens(_folder(self.model), tokenizer, f"method.model={self.model}", others)
 
     def fitted(self, target: Target) -> Self:
         if self.model is not None:
@@ -118,6 +105,25 @@ class DraftOptions(Options):
 def default_layers(layers: int) -> tuple[int, ...]:
     """The first two and the last two; of four and fewer, the first and the last."""
     return (0, 1, -2, -1) if layers > 4 else (0, -1) if layers > 1 else (0,)
+
+
+def check_same_tokens(folder: str, tokenizer: Any, where: str, advice: str) -> None:
+    """Raises Refusal, of `where` and with `advice`, for the first id of the target's `tokenizer` that is another token,
+    or none, to the one in `folder`. No Python code of that is run."""
+    from transformers import AutoTokenizer
+
+    try:
+        known = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare ones for a file that it cannot read
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise Refusal(f"{where}: its tokenizer cannot be read ({reason})") from error
+    theirs, ours = ({i: token for token, i in one.get_vocab().items()} for one in (known, tokenizer))
+    for i, token in sorted(ours.items()):
+        if theirs.get(i) != token:
+            there = f"{theirs[i]!r}" if i in theirs else "not there"
+            raise Refusal(
+                f"{where}: another tokenizer than the target's: id {i} is {there}, the target's is {token!r}; {advice}"
+            )
 
 
 def _folder(model: str) -> str:
