@@ -267,11 +267,13 @@ class Target(nn.Module):
 
     @torch.no_grad()
     def exact(self) -> None:
-        """From now on a token's logits and keys are the same bits in every pass over a cache: whatever its width, the
-        rows beside it and the shape of the tree. Plain decoding, drafted decoding and reading a prompt then agree.
+        """From now on, in bfloat16, a token's logits and keys are the same bits in every pass over a cache: whatever
+        its width, the rows beside it and the shape of the tree. Plain decoding, drafted decoding and reading a prompt
+        then agree. It takes kernels.cpp, whose sums know no slots, and products of few rows at a time, as this machine
+        is shown to round them alike.
 
-        In float32 nothing has to be done for it. In bfloat16 it takes kernels.cpp, whose sums know no slots, and
-        products of few rows at a time, as this machine is shown to round them alike.
+        In float32 nothing is done: passes of other widths may still differ in the last bits, far finer than those of
+        bfloat16, so that only tokens which tie to these bits could be chosen otherwise.
 
         Raises:
             Refusal: this target, machine or dtype has no such passes.
