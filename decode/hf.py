@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 # What may stand in `logits_processor`, in the order in which the sampler does the same, as transformers' own come:
 # class -> (its attribute, the sampler's), or None where it becomes `min_new_tokens`. Then those of sampling alone.
-_PENALTIES = {
+_PENALTIES: dict[str, tuple[str, str] | None] = {
     "RepetitionPenaltyLogitsProcessor": ("penalty", "repetition_penalty"),
     "MinLengthLogitsProcessor": None,
     "MinNewTokensLengthLogitsProcessor": None,
 }
-_WARPERS = {
+_WARPERS: dict[str, tuple[str, str] | None] = {
     "TemperatureLogitsWarper": ("temperature", "temperature"),
     "TopKLogitsWarper": ("top_k", "top_k"),
     "TopPLogitsWarper": ("top_p", "top_p"),
