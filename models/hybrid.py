@@ -45,7 +45,7 @@ class Hybrid(Drafter):
         super().__init__(drafter.options, drafter.shape)
         if drafter.stream(1) != drafter.stream(0):
             raise Refusal(f"lookup: not for {drafter.options.name}, which keeps keys for each depth; nearest: 0")
-        self.drafter = drafter
+        self.drafter, self.window = drafter, drafter.window
         longest = max(len(TRUST) - 1, shortest)
         self.lookup = Ngram(NgramOptions(name="ngram", longest=longest, shortest=shortest), self.shape)
 
