@@ -96,9 +96,10 @@ class Held:
 
     def add(self, ids: list[int], hidden: Tensor) -> Tensor:
         """Note that the cache holds these too; returns the states of all, [1, n, taps * H]."""
+        # states first: where an interrupt leaves more of them than ids, `begun` cuts them
+        whole = self.hidden = hidden if self.hidden is None else torch.cat([self.hidden, hidden], 1)
         self.ids = self.ids + ids
-        self.hidden = hidden if self.hidden is None else torch.cat([self.hidden, hidden], 1)
-        return self.hidden
+        return whole
 
 
 class Decoder:
@@ -349,7 +350,10 @@ class Stream(Iterator[Emitted]):
         The prompt's pass, which has no tree, is no round.
         """
         finished = set()
-        depth = tree.depth.masked_fill(~tree.real, -1).tolist() if tree is not None else None
+        depth: list[list[int]] = []  # of each row's nodes, and their parents; -1 where there is none
+        parents: list[list[int]] = []
+        if tree is not None:
+            depth, parents = (part.masked_fill(~tree.real, -1).tolist() for part in (tree.depth, tree.parents))
         for index, row in enumerate(self._live):
             tokens = self.generation.tokens[row]
             taken: list[int] = []
@@ -360,15 +364,14 @@ class Stream(Iterator[Emitted]):
                     finished.add(row)
                     break
             used = 0
-            if tree is not None and paths is not None and depth is not None:
+            if tree is not None and paths is not None:
                 path = paths[index]
                 used = min(len(path) - 1, len(taken))
                 # a round cut short was offered only what lies at or before the cut
                 cut = len(taken) if row in finished else len(depth[index])
                 proposed = sum(0 < d <= cut for d in depth[index])
-                children = bool((tree.parents[index, : tree.size[index]] == path[-1]).any())
                 deepest = min(max(depth[index]), cut)
-                offered = min(len(path) - 1 + children, cut)
+                offered = min(len(path) - 1 + (path[-1] in parents[index]), cut)
                 self.generation.reports[row].add(used, offered, proposed, len(taken), deepest)
                 self.generation.gained[row].append(len(taken))
             yield Emitted(row, taken, used, row in finished)

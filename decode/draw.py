@@ -48,7 +48,7 @@ def _of_all(logits: Tensor, temperature: Tensor, top_p: Tensor, noise: Tensor) -
 
 
 def _of_nucleus(logits: Tensor, temperature: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """The likeliest ids that together hold top_p, the one that crosses the border among them.
+    """The likeliest ids that together hold top_p, the one that crosses the border among them: one at least.
 
     A few are sorted; where they do not prove that they hold top_p, more are, and at last all.
     """
@@ -62,7 +62,9 @@ def _of_nucleus(logits: Tensor, temperature: Tensor, top_p: Tensor, noise: Tenso
         proven = (p.sum(-1) >= top_p[open_rows, 0]) | (width >= scaled.shape[-1])
         done = open_rows[proven]
         p = p[proven]
-        p = p.masked_fill(p.cumsum(-1) - p >= top_p[done], 0.0)
+        past = p.cumsum(-1) - p >= top_p[done]
+        past[:, 0] = False  # the likeliest stays, with a top_p of 0 too
+        p = p.masked_fill(past, 0.0)
         out[done] = ids[proven].gather(-1, _found(p, noise[done] * p.sum(-1, keepdim=True))).flatten()
         open_rows = open_rows[~proven]
         if not len(open_rows):

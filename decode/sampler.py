@@ -207,6 +207,7 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def _cut(zeros: Tensor, top: Tensor, ids: Tensor, top_p: float) -> Tensor:
-    """Scatter the first of the descending `top` [R, W] that together reach top_p into `zeros` [R, V]."""
-    before = top.cumsum(-1) - top
-    return zeros.scatter(-1, ids, top.masked_fill(before >= top_p, 0.0))
+    """Scatter the first of the descending `top` [R, W] that together reach top_p into `zeros` [R, V]; one at least."""
+    past = top.cumsum(-1) - top >= top_p
+    past[..., 0] = False  # a top_p of 0 too
+    return zeros.scatter(-1, ids, top.masked_fill(past, 0.0))

@@ -116,7 +116,8 @@ class DynamicShape:
     nodes: how many stay at most, the root included. Source: Li et al. 2024 (EAGLE-2), section 4.
     node_cost, depth_cost: what a node adds to the target's pass, and one more depth to drafting, as shares of a plain
     pass. What a node promises is its probability: those that promise less than they cost are not checked, and where the
-    nodes of a level together promise less than a depth costs, none is unfolded. 0 grows the whole tree every time.
+    nodes of a level together promise less than a depth costs, none is unfolded; each row's tree is what it would be
+    alone. 0 grows the whole tree every time.
     """
 
     nodes: int
@@ -428,6 +429,7 @@ def _unfold_dynamic(
 ) -> DraftTree:
     parts = [tree]
     first = 1
+    going = torch.ones_like(tree.size, dtype=torch.bool)  # rows that are still unfolded, each by its own promises
     for depth in range(shape.depth):
         ids, logp = _children(drafter, level, depth, shape.width, known)
         rows, n, width = ids.shape
@@ -437,13 +439,15 @@ def _unfold_dynamic(
         if depth + 1 < shape.depth:
             likeliest, best = joint.topk(min(shape.width, joint.shape[1]), dim=1)
             promise = likeliest.exp()
-            worthy = int((promise >= shape.node_cost).sum(1).max())  # of the row that has most
-            if not worthy or float(promise.sum(1).max()) < shape.depth_cost:
+            going = going & (promise.sum(1) >= shape.depth_cost)
+            worthy = (promise >= shape.node_cost) & going[:, None]
+            most = int(worthy.sum(1).max())  # of the row that has most: the others have nothing below the rest
+            if not most:
                 break
-            best = best[:, :worthy]
-            parent, tokens, joint = parent.gather(1, best), tokens.gather(1, best), joint.gather(1, best)
+            best, worthy = best[:, :most], worthy[:, :most]
+            parent, tokens = parent.gather(1, best), tokens.gather(1, best)
             feature, state = _descend(drafter, level, parent, tokens, depth + 1, root)
-            level = _Level(feature, state, joint, first + best)
+            level = _Level(feature, state, joint.gather(1, best).masked_fill(~worthy, -torch.inf), first + best)
         first += n * width
     whole = _joined(parts)
     # a node is never likelier than its parent; equal ones keep the earlier, so the parent of a kept node is kept

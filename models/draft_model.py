@@ -20,7 +20,7 @@ from paceline.models.drafter import Borrowed, Context, Drafter, Options, Shape, 
 from paceline.models.embedded import folder, quiet_transformers
 from paceline.models.errors import Refusal
 from paceline.models.streams import TreeKeys
-from paceline.models.target import Target, head_of, trunk_of, trunk_pass
+from paceline.models.target import Target, head_of, trunk_of, trunk_pass, window_of
 
 MOST_LAYERS = 1024
 EMBEDDED = ("smollm2", "tiny")  # targets that need no path
@@ -77,21 +77,8 @@ class DraftOptions(Options):
         """Its ids must mean what the target's mean; ids that only its own tokenizer knows are never drafted."""
         if self.model is None:
             return
-        from transformers import AutoTokenizer
-
-        try:
-            known = AutoTokenizer.from_pretrained(_folder(self.model))
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise Refusal(f"method.model={self.model}: its tokenizer cannot be read ({reason})") from error
-        theirs, ours = ({i: token for token, i in one.get_vocab().items()} for one in (known, tokenizer))
-        for i, token in sorted(ours.items()):
-            if theirs.get(i) != token:
-                there = f"{theirs[i]!r}" if i in theirs else "not there"
-                raise Refusal(
-                    f"method.model={self.model}: another tokenizer than the target's: id {i} is {there}, "
-                    f"the target's is {token!r}; take a model of the target's family, or method.target_layers"
-                )
+        others = "take a model of the target's family, or method.target_layers"
+        check_same_tokens(_folder(self.model), tokenizer, f"method.model={self.model}", others)
 
     def fitted(self, target: Target) -> Self:
         if self.model is not None:
@@ -118,6 +105,25 @@ class DraftOptions(Options):
 def default_layers(layers: int) -> tuple[int, ...]:
     """The first two and the last two; of four and fewer, the first and the last."""
     return (0, 1, -2, -1) if layers > 4 else (0, -1) if layers > 1 else (0,)
+
+
+def check_same_tokens(folder: str, tokenizer: Any, where: str, advice: str) -> None:
+    """Raises Refusal, of `where` and with `advice`, for the first id of the target's `tokenizer` that is another token,
+    or none, to the one in `folder`. No Python code of that is run."""
+    from transformers import AutoTokenizer
+
+    try:
+        known = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare ones for a file that it cannot read
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise Refusal(f"{where}: its tokenizer cannot be read ({reason})") from error
+    theirs, ours = ({i: token for token, i in one.get_vocab().items()} for one in (known, tokenizer))
+    for i, token in sorted(ours.items()):
+        if theirs.get(i) != token:
+            there = f"{theirs[i]!r}" if i in theirs else "not there"
+            raise Refusal(
+                f"{where}: another tokenizer than the target's: id {i} is {there}, the target's is {token!r}; {advice}"
+            )
 
 
 def _folder(model: str) -> str:
@@ -159,6 +165,7 @@ class DraftModel(Drafter):
         own = options.tables == "own"
         lm = _causal_lm(options.config or {}, own)
         body, head = trunk_of(lm), lm.get_output_embeddings()
+        self.window = window_of(lm.config.get_text_config())
         self._lm, self._body = (lm,), (body,)  # its parts are children under its own names, not it as a whole
         self._tied: dict[str, str] = {}  # name of a tensor that is not stored -> that of the one it is
         if not own:
@@ -178,6 +185,11 @@ class DraftModel(Drafter):
         return len(self._lm[0].get_input_embeddings().weight)
 
     def memory(self, rows: int, room: int) -> TreeKeys:
+        if self.window is not None and room > self.window:
+            raise Refusal(
+                f"this draft model's window is {self.window} tokens, and prompt + new tokens + tree need {room}: "
+                "shorten the prompt or lower max_new_tokens"
+            )
         return TreeKeys(rows, room)
 
     def step(self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context) -> tuple[Tensor, Tensor]:

@@ -178,6 +178,7 @@ class Drafter(nn.Module):
         reads_tokens: False where all nodes of one depth share their logits (Medusa).
         first_row: 0, or -1 for drafters of tokens only: row -1 reads x[0], without a feature.
         position_offset: added to a row's position for rotary embeddings.
+        window: longest text with its drafts, where a model of its own cannot look back further; None without limit.
         detach: whether, in training, no gradient flows from a depth back into the feature' of the one before.
         vocab_map: [D] int64 target id of each draft id, ascending; None where D == V.
     """
@@ -187,6 +188,7 @@ class Drafter(nn.Module):
     reads_tokens: bool = True
     first_row: int = 0
     position_offset: int = 0
+    window: int | None = None
     detach: bool = False
 
     def __init__(self, options: Any, shape: Shape, vocab_map: Tensor | None = None):
@@ -228,6 +230,7 @@ class Drafter(nn.Module):
 
         `step` fills it at depth 0, whose rows are newly verified text; nothing drafted may outlast its round.
         room: slots that the longest text and the nodes unfolded in one round need together.
+        Raises Refusal where that is more than its `window`.
         """
         return None
 

@@ -45,7 +45,7 @@ class Hybrid(Drafter):
         super().__init__(drafter.options, drafter.shape)
         if drafter.stream(1) != drafter.stream(0):
             raise Refusal(f"lookup: not for {drafter.options.name}, which keeps keys for each depth; nearest: 0")
-        self.drafter = drafter
+        self.drafter, self.window = drafter, drafter.window
         longest = max(len(TRUST) - 1, shortest)
         self.lookup = Ngram(NgramOptions(name="ngram", longest=longest, shortest=shortest), self.shape)
 
@@ -128,10 +128,10 @@ class Hybrid(Drafter):
     def _copied(self, before: list, tokens: Tensor, depth: int, ctx: Context) -> list:
         """[B][N] of what the feature has behind: where the node itself goes on copying."""
         out = []
-        for row, (nodes, words) in enumerate(zip(before, tokens.tolist(), strict=True)):
+        for row, (nodes, words, count) in enumerate(zip(before, tokens.tolist(), ctx.count.tolist(), strict=True)):
             text = ctx.memory.texts[row]
             if depth == 0:  # newly verified text: the last of the rows matters
-                text.extend(words[: int(ctx.count[row])])
+                text.extend(words[:count])
                 at, length = self.lookup.last_match(text)
                 out.append([(at, at, length, text[at]) if at >= 0 else NONE] * len(words))
                 continue

@@ -275,9 +275,10 @@ class PackedTrunk:
     def _turns(self, positions: int) -> Tensor:
         """[2, at least so many positions, D] float32: cosines and sines, as transformers rounds them."""
         if self._angles.shape[1] < positions:
-            like = self._trunk.embed_tokens.weight[:1, None]
-            places = torch.arange(1 << (positions - 1).bit_length())[None]
-            self._angles = torch.cat(self._trunk.rotary_emb(like, position_ids=places)).float().contiguous()
+            like, rotary = self._trunk.embed_tokens.weight[:1, None], self._trunk.rotary_emb
+            if rotary.rope_type not in ("dynamic", "longrope"):  # these turn all anew where one lies beyond their limit
+                positions = 1 << (positions - 1).bit_length()
+            self._angles = torch.cat(rotary(like, position_ids=torch.arange(positions)[None])).float().contiguous()
         return self._angles
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig
@@ -154,7 +155,7 @@ class Target(nn.Module):
         self.hidden: int = config.hidden_size
         self.layers: int = config.num_hidden_layers
         self.vocab: int = min(vocab or config.vocab_size, config.vocab_size)
-        self.window: int | None = _window(config)
+        self.window: int | None = window_of(config)
         self.blocks: nn.ModuleList = next(
             m for m in self.body.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers
         )
@@ -177,7 +178,7 @@ class Target(nn.Module):
             quantize: `none`, `4bit` or `8bit` (bitsandbytes).
 
         Raises:
-            Refusal: what cannot be loaded, or cannot be rolled back, by name.
+            Refusal: what cannot be loaded, is not whole, or cannot be rolled back, by name.
         """
         from transformers import AutoModelForCausalLM  # takes seconds and accelerate along: only where a model loads
 
@@ -193,11 +194,19 @@ class Target(nn.Module):
         with quiet_transformers():
             try:
                 config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-                model = AutoModelForCausalLM.from_pretrained(
-                    folder, config=config, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, **extra
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    config=config,
+                    dtype=DTYPES[dtype],
+                    trust_remote_code=trust_remote_code,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are refused below, by name
+                    **extra,
                 )
-            except (OSError, ValueError) as error:
-                raise Refusal(f"target.path={folder}: {str(error).strip().splitlines()[0]}") from error
+            except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                raise Refusal(f"target.path={folder}: {reason}") from error
+        _check_whole(type(model).__name__, found, folder)
         target = cls(model if extra else model.to(device), vocab, str(folder))
         pack_weights(target.model)
         return target
@@ -258,11 +267,13 @@ class Target(nn.Module):
 
     @torch.no_grad()
     def exact(self) -> None:
-        """From now on a token's logits and keys are the same bits in every pass over a cache: whatever its width, the
-        rows beside it and the shape of the tree. Plain decoding, drafted decoding and reading a prompt then agree.
+        """From now on, in bfloat16, a token's logits and keys are the same bits in every pass over a cache: whatever
+        its width, the rows beside it and the shape of the tree. Plain decoding, drafted decoding and reading a prompt
+        then agree. It takes kernels.cpp, whose sums know no slots, and products of few rows at a time, as this machine
+        is shown to round them alike.
 
-        In float32 nothing has to be done for it. In bfloat16 it takes kernels.cpp, whose sums know no slots, and
-        products of few rows at a time, as this machine is shown to round them alike.
+        In float32 nothing is done: passes of other widths may still differ in the last bits, far finer than those of
+        bfloat16, so that only tokens which tie to these bits could be chosen otherwise.
 
         Raises:
             Refusal: this target, machine or dtype has no such passes.
@@ -610,6 +621,24 @@ class Target(nn.Module):
             raise Refusal(f"target: {name} does something to its embeddings that paceline does not know")
 
 
+def _check_whole(name: str, found: dict[str, Any], folder: str) -> None:
+    """Raises Refusal where transformers `found` a tensor missing or of another shape: it made it up at random.
+
+    A table that is tied to another is not missing.
+    """
+    for key, shape, expected in sorted(found["mismatched_keys"]):
+        raise Refusal(
+            f"target.path={folder}: tensor {key} has shape {list(shape)}, {name} of its config.json {list(expected)}"
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise Refusal(
+            f"target.path={folder}: tensor {missing[0]}{more} is missing: no whole {name}; "
+            "nearest: the folder of the whole causal LM"
+        )
+
+
 def _sharing(model: Any) -> Any:
     """A copy of a model's modules around the very same parameters and buffers, none of them packed: what is packed
     looks at no adapter and no new weight."""
@@ -660,7 +689,7 @@ def _number(config, name: str, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _window(config) -> int | None:
+def window_of(config) -> int | None:
     """Tokens beyond which a pass would not see, or not turn, its keys as the passes before it did."""
     types = getattr(config, "layer_types", None)
     windowed = types is None or any(kind != "full_attention" for kind in types)

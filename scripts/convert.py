@@ -9,6 +9,7 @@ What is written is read back and compared, bit by bit, before it takes its name.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,15 @@ def _read(cfg: Any, source: Path) -> tuple[Any, dict[str, Any]]:
         raise Refusal(f"from={source}: neither an export nor a checkpoint of {', '.join(formats.names())}")
     if cfg.target.name == "export":
         raise Refusal(f"target: from={source} does not say whom it drafts for; give target=hf target.path=FOLDER")
-    target, about = _target(cfg)
+    target, about, tokenizer = _target(cfg)
+    if hasattr(layout, "check_tokenizer") and not layout.check_tokenizer(source, tokenizer, "from"):
+        print(f"paceline: from={source} has no tokenizer: that its ids are the target's is not known", file=sys.stderr)
     drafter = layout.load(source, target, "from")
     return drafter, {"target": about, "provenance": {"converted_from": layout.__name__.rpartition(".")[2]}}
 
 
-def _target(cfg: Any) -> tuple[Any, dict[str, Any]]:
-    """The target that is asked for, and what drafter.json says of it."""
+def _target(cfg: Any) -> tuple[Any, dict[str, Any], Any]:
+    """The target that is asked for, what drafter.json says of it, and its tokenizer."""
     from paceline.data.conversations import load_tokenizer, template_hash
     from paceline.models.embedded import folder
     from paceline.models.target import Target, device_of
@@ -89,7 +92,7 @@ def _target(cfg: Any) -> tuple[Any, dict[str, Any]]:
     tokenizer = load_tokenizer(where, asked.trust_remote_code)
     device = device_of(asked.device)
     target = Target.load(where, "bfloat16", device, len(tokenizer), asked.quantize or "none", asked.trust_remote_code)
-    return target, {
+    about = {
         "name": asked.name,
         "path": asked.path,
         "quantize": asked.quantize,
@@ -97,6 +100,7 @@ def _target(cfg: Any) -> tuple[Any, dict[str, Any]]:
         "fingerprint": target.fingerprint,
         "template_sha256": template_hash(tokenizer),
     }
+    return target, about, tokenizer
 
 
 def _where(cfg: Any, about: dict[str, Any]) -> dict[str, Any]:

@@ -178,7 +178,8 @@ def target_of(cfg: Any, about: dict[str, Any]) -> Any:
     """The options of the target that is meant. Raises Refusal where the export already contradicts them."""
     if not about:
         return cfg.target
-    check_depth(cfg.decode.depth, options(about["method"]["name"]).model_validate(about["method"]).depth_limit())
+    if not cfg.decode.lookup:  # copies go deeper than the drafter's own heads
+        check_depth(cfg.decode.depth, options(about["method"]["name"]).model_validate(about["method"]).depth_limit())
     theirs = about["target"]
     if cfg.target.name != "export":
         embedded = ("smollm2", "tiny")

@@ -120,15 +120,17 @@ def run(cfg: Any) -> None:
 
 
 def _fit(cfg: Any, ready: Runtime, asked: Sequence[Prompt], ids: list[list[int]]) -> None:
-    """Refuse, before anything is measured, a prompt that is too long for the target's window."""
-    window = ready.decoder.target.window
+    """Refuse, before anything is measured, a prompt that is too long for the target's window or the draft model's."""
+    target, drafter, shape = ready.decoder.target, ready.decoder.drafter, ready.decoder.shape
     longest = max(range(len(ids)), key=lambda row: len(ids[row]))
-    needed = len(ids[longest]) + cfg.eval.max_new_tokens + ready.decoder.shape.nodes
-    if window is not None and needed > window:
-        raise Refusal(
-            f"eval.prompts: prompt {asked[longest].id} with its answer and a draft needs {needed} tokens, "
-            f"this target's window is {window}: leave it out, or lower eval.max_new_tokens"
-        )
+    needed = len(ids[longest]) + cfg.eval.max_new_tokens + shape.nodes
+    own = None if drafter is None else drafter.window
+    for whose, window, room in (("target", target.window, needed), ("draft model", own, needed + shape.unfolded)):
+        if window is not None and room > window:
+            raise Refusal(
+                f"eval.prompts: prompt {asked[longest].id} with its answer and a draft needs {room} tokens, "
+                f"this {whose}'s window is {window}: leave it out, or lower eval.max_new_tokens"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -467,6 +468,34 @@ def test_the_program_converts_there_and_back(tmp_path: Path, capsys: pytest.Capt
         run(load("convert", f"from={export}", f"to={tmp_path}", "format=vllm"))
     with pytest.raises(Refusal, match="format: no such format 'medussa'; nearest: medusa"):
         load("convert", f"from={export}", f"to={tmp_path / 'x'}", "format=medussa")
+
+
+def test_the_tokenizer_of_a_draft_model_is_compared_where_there_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = checkpoint_of_target(tmp_path / "target")
+    target = Target.load(str(where), vocab=259)
+    drafter = drafter_of(target, name="draft", target_layers=[0], tables="own")
+    export = exported(tmp_path / "export", target, drafter)
+    model = tmp_path / "model"
+    run(load("convert", f"from={export}", f"to={model}", "format=hf"))
+    words = [f"from={model}", f"to={tmp_path / 'back'}", "format=native", "target=hf", f"target.path={where}"]
+    capsys.readouterr()
+    run(load("convert", *words))
+    assert capsys.readouterr().err == (
+        f"paceline: from={model} has no tokenizer: that its ids are the target's is not known\n"
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(where / name, model)
+    run(load("convert", *words))
+    assert not capsys.readouterr().err
+    content = json.loads((model / "tokenizer.json").read_text())
+    known = content["model"]["vocab"]
+    first, second = (next(token for token, i in known.items() if i == number) for number in (70, 71))
+    known[first], known[second] = 71, 70
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(Refusal, match=rf"^from={model}: another tokenizer than the target's: id 70 is "):
+        run(load("convert", *words))
 
 
 def test_the_card_has_what_was_measured_and_a_line_for_each_engine(tmp_path: Path) -> None:

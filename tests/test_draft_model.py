@@ -15,6 +15,7 @@ import torch
 from chains import PROMPTS, TERMS, Logits, assert_learns_as_defined, packed, states_of, texts
 from fakes import FAMILIES, model_of, slow_greedy, target_of
 from runs import checkpoint_of_target, contents, digest, steps
+from safetensors.torch import load_file, save_file
 from test_verify import chi_square
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -269,6 +270,43 @@ def test_another_tokenizer_is_refused_by_its_first_other_id_before_weights_load(
         DraftOptions(name="draft", model=str(model)).check_tokenizer(load_tokenizer(checkpoint))
 
 
+LIMITED = {  # what a model sees at once, or turns its keys for
+    "sliding": ("mistral", {"sliding_window": 48}),
+    "dynamic": (
+        "llama",
+        {"max_position_embeddings": 48, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LIMITED)
+def test_text_beyond_its_own_window_is_refused_in_decoding_and_in_training(
+    kind: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    family, limits = LIMITED[kind]
+    model = small(tmp_path / "small", family, **limits)
+    target, prompt = Target.load(str(checkpoint), "float32", vocab=259), [5, 17, 3, 42]
+    drafter = build(DraftOptions(name="draft", model=str(model)).fitted(target), Shape.of(target)).eval()
+    drafter.start(target)
+    decoder = Decoder(target, drafter, chain(3))  # four nodes, two of them unfolded
+    assert decoder.generate([prompt], 38).tokens == [slow_greedy(target, prompt, 38)]
+    with pytest.raises(Refusal, match=r"^this draft model's window is 48 tokens, and .* need 49: .* max_new_tokens$"):
+        decoder.generate([prompt], 39)
+    with pytest.raises(Refusal, match=r"^data\.max_length: 512, but this draft model's window is 48 .* nearest: 48$"):
+        fit(load("draft", *words(tmp_path, checkpoint, f"method.model={model}")))
+
+
+def test_a_model_that_is_not_whole_is_refused_by_its_first_missing_tensor(checkpoint: Path, tmp_path: Path) -> None:
+    model = small(tmp_path / "small")
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    target = Target.load(str(checkpoint), "float32", vocab=259)
+    drafter = build(DraftOptions(name="draft", model=str(model)).fitted(target), Shape.of(target))
+    with pytest.raises(Refusal, match=rf"^method\.model={model}: tensor lm_head\.weight is missing"):
+        drafter.start(target)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -385,8 +423,6 @@ def test_an_export_of_tables_of_its_own_is_an_ordinary_causal_lm(run: Path, chec
 
 
 def test_what_is_missing_extra_or_another_targets_is_refused(run: Path, checkpoint: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     target = Target.load(str(checkpoint), "float32", vocab=259)
     broken = shutil.copytree(run / "export", tmp_path / "export")
     tensors = load_file(broken / "model.safetensors")

@@ -343,6 +343,33 @@ def test_what_contradicts_the_export_is_refused_before_the_target_loads(
     assert "bad.jsonl:1" in refused(monkeypatch, capsys, f"drafter={export}", "eval.prompts=bad.jsonl")
 
 
+def test_with_a_lookup_drafts_go_deeper_than_the_heads(
+    export: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    deep = [f"drafter={export}", "decode.tree=chain", "decode.depth=8"]
+    report = measured(tmp_path, *deep, "decode.lookup=2", "hf_baseline=false")
+    assert report["setting"]["depth"] == 8
+    assert report["exactness"]["identical"] == report["exactness"]["compared"] > 0
+    line = refused(monkeypatch, capsys, *deep)
+    assert "decode.depth: 8 is deeper than the drafter's 3 heads; nearest: 3" in line
+
+
+@pytest.mark.parametrize("lookup", [0, 2])
+def test_a_prompt_beyond_the_draft_models_window_is_refused_before_anything_is_measured(
+    lookup: int, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    target = Target.load(folder("tiny"), "float32", vocab=259)
+    asked = options("draft")(name="draft", target_layers=(0,), tables="own").fitted(target)
+    form = asked.config | {"max_position_embeddings": 48}
+    form["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    drafter = build(asked.model_copy(update={"config": form}), Shape.of(target))
+    about = {"name": "tiny", "path": None, "fingerprint": target.fingerprint, "vocab": target.vocab}
+    export = save_export(drafter, tmp_path / "export", "float32", about)
+    monkeypatch.setattr(evaluate, "measured", None)
+    line = refused(monkeypatch, capsys, *SMALL, f"drafter={export}", f"decode.lookup={lookup}", f"out={tmp_path}")
+    assert "eval.prompts: prompt " in line and "this draft model's window is 48: leave it out" in line
+
+
 def retold(export: Path, folder: Path, **target: Any) -> Path:
     """A description of the same drafter that says something else of its target."""
     folder.mkdir()

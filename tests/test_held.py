@@ -70,6 +70,19 @@ def test_a_stream_that_was_dropped_or_failed_leaves_nothing_wrong_behind(target:
     assert decoder.generate([FIRST], 12, held=held).tokens == expected
 
 
+def test_an_interrupt_while_states_are_joined_leaves_no_ids_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    held.add(FIRST, torch.zeros(1, len(FIRST), 5))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(torch, "cat", interrupted)
+        held.add(SECOND, torch.zeros(1, len(SECOND), 5))
+    assert held.ids == FIRST and held.hidden is not None and held.hidden.shape == (1, len(FIRST), 5)
+
+
 def test_a_conversation_that_outgrows_its_cache_is_read_again(target: Target) -> None:
     decoder, held = Decoder(target), Held(least=0)
     text = list(FIRST)

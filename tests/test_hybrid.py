@@ -1,9 +1,12 @@
 """Lookup and a trained drafter as one: the right text, copies where it repeats itself, own drafts elsewhere."""
 
+from typing import Any
+
 import pytest
 import torch
 from chains import PROMPTS, TREE
 from fakes import Dictated, slow_greedy, target_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.decode import Decoder, DynamicShape, Sampler, chain
 from paceline.models.drafter import Context, Drafter, Shape, build, options
@@ -40,6 +43,26 @@ def test_the_output_is_the_targets_in_a_ragged_batch(target: Target, name: str, 
     warm = Sampler(0.9, seed=4)
     plain = Decoder(target).generate(prompts, NEW, sampler=warm)
     assert Decoder(target, drafter, SHAPES[shape]).generate(prompts, NEW, sampler=warm).tokens == plain.tokens
+
+
+class Asked(TorchDispatchMode):
+    """Counts the single numbers that Python asks of tensors: on a GPU, each waits for all that was begun."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+def test_more_rows_ask_for_no_more_numbers(target: Target) -> None:
+    decoder = Decoder(target, Hybrid(drafter_of(target, "medusa"), shortest=1), chain(3))
+    asked = []
+    for rows in (1, 4):
+        with Asked() as numbers:
+            passes = decoder.generate([[5, 6, 7, 5, 6]] * rows, NEW).passes
+        asked.append((passes, numbers.count))
+    assert asked[0] == asked[1]
 
 
 def logits(drafter: Drafter, text: list[int], path: list[int]) -> torch.Tensor:

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 from fakes import VOCAB, model_of
-from transformers import NoRepeatNGramLogitsProcessor
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from paceline.decode import Decoder, chain
 from paceline.models.drafter import Shape, build, options
@@ -37,6 +46,10 @@ def decoder(model: Any) -> Decoder:
         {"repetition_penalty": 1.3},
         {"min_new_tokens": 8, "eos_token_id": [7, 25, 50]},
         {"max_length": 20, "min_length": 18, "eos_token_id": 25},
+        {"stopping_criteria": [MaxLengthCriteria(15)]},
+        {"stopping_criteria": [EosTokenCriteria([7, 25, 50])]},
+        {"eos_token_id": 3, "stopping_criteria": [EosTokenCriteria(25), MaxLengthCriteria(22)]},
+        {"eos_token_id": 25, "logits_processor": [MinNewTokensLengthLogitsProcessor(8, 12, 25)]},
     ],
     ids=str,
 )
@@ -67,7 +80,25 @@ def test_sampling_follows_torchs_seed(model: Any, decoder: Decoder) -> None:
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
         ({"no_repeat_ngram_size": 2}, NoRepeatNGramLogitsProcessor.__name__),
         ({"max_time": 9.0}, "MaxTimeCriteria"),
+        ({"logits_processor": [RepetitionPenaltyLogitsProcessor(1.3, 4)]}, r"prompt_ignore_length=\[4, 4\] .*\[2, 0\]"),
+        (
+            {"do_sample": True, "top_k": 0, "logits_processor": [MinPLogitsWarper(0.1), TopPLogitsWarper(0.9)]},
+            "TopPLogitsWarper behind MinPLogitsWarper is another distribution",
+        ),
+        (
+            {"do_sample": True, "logits_processor": [TopKLogitsWarper(9), TopKLogitsWarper(3)]},
+            "TopKLogitsWarper behind TopKLogitsWarper",
+        ),
+        (
+            {"do_sample": True, "logits_processor": [TopPLogitsWarper(0.9, min_tokens_to_keep=3)]},
+            "TopPLogitsWarper with min_tokens_to_keep=3 .* nearest: 1",
+        ),
+        (
+            {"eos_token_id": 7, "logits_processor": [MinNewTokensLengthLogitsProcessor(10, 3, 8)]},
+            r"MinNewTokensLengthLogitsProcessor with eos_token_id=\[8\] .* nearest: \[7\]",
+        ),
     ],
+    ids=str,
 )
 def test_what_the_loop_does_not_do_is_refused_by_name(
     model: Any, decoder: Decoder, asked: dict[str, Any], named: str

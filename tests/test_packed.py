@@ -185,6 +185,14 @@ def half_target(family: str, layers: int = 3, **options: Any) -> Target:
         ("qwen2", {"num_attention_heads": 6}),
         ("qwen3", {"head_dim": 64}),
         ("qwen3", {"head_dim": 128}),
+        # 70 slots lie within its limit, the next power of two does not
+        (
+            "llama",
+            {
+                "max_position_embeddings": 72,
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0},
+            },
+        ),
     ],
     ids=str,
 )

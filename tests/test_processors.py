@@ -24,6 +24,7 @@ SAMPLERS = {
     "temperature": {"temperature": 0.8},
     "top_k": {"temperature": 1.1, "top_k": 5},
     "top_p": {"temperature": 1.1, "top_p": 0.7},
+    "top_p 0": {"temperature": 1.1, "top_p": 0.0},
     "min_p": {"temperature": 1.3, "min_p": 0.2},
     "repetition_penalty": {"repetition_penalty": 1.3},
     "presence_penalty": {"presence_penalty": 1.5},

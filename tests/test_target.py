@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import FAMILIES, VOCAB, model_of, slow_greedy, target_of
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -303,6 +304,40 @@ def test_a_folder_without_a_model_is_one_clear_line(tmp_path: Path) -> None:
     assert str(refusal.value).startswith(f"target.path={tmp_path}: ") and "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("base", r"tensor lm_head\.weight is missing: no whole LlamaForCausalLM"),
+        ("renamed", r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"),
+        ("drafter", r"tensor lm_head\.weight \(and 19 more\) is missing"),
+        ("misshapen", r"tensor model\.norm\.weight has shape \[33\], LlamaForCausalLM of its config\.json \[32\]"),
+        ("damaged", r"\S+"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused_and_not_made_up(fault: str, says: str, tmp_path: Path) -> None:
+    model = model_of("llama")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    if fault == "base":
+        model.model.save_pretrained(tmp_path)
+    elif fault == "renamed":
+        tensors["model.layers.1.mlp.upwards.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    elif fault == "drafter":
+        tensors = {"model.norm.weight": tensors["model.norm.weight"], "fc.weight": torch.zeros(32, 64)} | {
+            name: tensor for name, tensor in tensors.items() if ".layers.0." in name
+        }
+    elif fault == "misshapen":
+        tensors["model.norm.weight"] = torch.ones(33)
+    if fault != "base":
+        save_file(tensors, file, metadata={"format": "pt"})
+    if fault == "damaged":
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(Refusal, match=rf"^target\.path={tmp_path}: {says}") as refusal:
+        Target.load(str(tmp_path))
+    assert "\n" not in str(refusal.value)
+
+
 # ---------------------------------------------------------------- identity and vocabulary
 
 
@@ -342,7 +377,8 @@ def test_rows_that_only_pad_the_table_are_never_said(saved: str) -> None:
 
 def test_two_processes_building_the_same_target_both_get_it_whole(tmp_path: Path) -> None:
     code = (
-        "from paceline.models.target import Target, folder\n"
+        "from paceline.models.embedded import folder\n"
+        "from paceline.models.target import Target\n"
         "print(Target.load(folder('tiny'), 'float32').fingerprint, folder('tiny'))"
     )
     environment = {**os.environ, "PACELINE_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -115,7 +115,7 @@ def test_longer_jobs_make_room_and_too_long_ones_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "temperature, top_p", [(1.0, 1.0), (0.7, 1.0), (1.0, 0.9), (3.0, 0.95), (1.0, 1e-6), (0.0, 0.5)]
+    "temperature, top_p", [(1.0, 1.0), (0.7, 1.0), (1.0, 0.9), (3.0, 0.95), (1.0, 1e-6), (1.0, 0.0), (0.0, 0.5)]
 )
 @pytest.mark.parametrize("ids", [7, 600])
 def test_tokens_are_drawn_from_the_samplers_distribution(ids: int, temperature: float, top_p: float) -> None:

@@ -58,6 +58,11 @@ def fit(cfg: Any) -> None:
     )
     place = record.resume_from()
     drafter = _drafter(cfg, target, data, tokenizer, record, afresh=place is None)
+    if drafter.window is not None and cfg.data.max_length > drafter.window:
+        raise Refusal(
+            f"data.max_length: {cfg.data.max_length}, but this draft model's window is {drafter.window} tokens; "
+            f"nearest: {drafter.window}"
+        )
     loader = Loader(
         data.train,
         cfg.train.batch_tokens,

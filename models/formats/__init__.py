@@ -4,7 +4,8 @@ A module here has: METHOD, what drafter it holds; FORMATS, the names under which
 `load(folder, target, option)`; `faults(drafter, format)`, what of a drafter has no place there, by name;
 `launch(drafter, format, target)`, who reads it and how that is started; `written(drafter, format, target)`, the
 checkpoint of one without; and `understood(checkpoint, shape, where)`, its way back, by which what is written is checked
-before it is kept.
+before it is kept. One whose drafters read text by themselves also has
+`check_tokenizer(folder, tokenizer, option)`: whether there is one to compare with the target's, which it does.
 """
 
 from pathlib import Path

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.models.draft_model import DraftOptions
+from paceline.models.draft_model import DraftOptions, check_same_tokens
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.errors import Refusal
 from paceline.models.formats.common import Checkpoint, base_config, tensors_of, vllm
@@ -19,6 +19,7 @@ from paceline.models.target import Target
 
 METHOD, FORMATS, ONTO_TARGET = "draft", ("hf",), False
 TRUNKS = ("model.layers.", "transformer.h.", "gpt_neox.layers.")
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 DRAFTERS = ("fc.", "midlayer.", "mtp", "hidden_norm", "eh_proj")  # what marks a drafter of another kind
 
 
@@ -51,6 +52,14 @@ def load(folder: str | Path, target: Target, option: str = "drafter") -> Drafter
     if rows < target.vocab:
         raise Refusal(f"{where}: its embedding has {rows} rows, the target's tokenizer {target.vocab} ids")
     return drafter
+
+
+def check_tokenizer(folder: str | Path, tokenizer: Any, option: str = "drafter") -> bool:
+    """Whether the folder has a tokenizer. Raises Refusal where an id of the target's is another token to it."""
+    if not any((Path(folder) / name).is_file() for name in TOKENIZERS):
+        return False
+    check_same_tokens(str(folder), tokenizer, f"{option}={folder}", "take a model of the target's family")
+    return True
 
 
 def understood(found: Checkpoint, shape: Shape, where: str) -> Any:
