@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import shutil
 import struct
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from paceline.train import loop, objective
 from paceline.train.loop import fit
 from paceline.train.record import Record
 from paceline.train.trunk import FrozenTrunk
+from paceline.train.yardstick import Yardstick
 
 
 @pytest.fixture(scope="session")
@@ -360,6 +362,41 @@ def test_a_batch_with_nothing_supervised_is_as_if_it_were_absent(target_folder: 
     alone, news = updates(target, batches, [blank])
     assert news["empty"] and not news["skipped"] and not any(news["loss"])
     assert all(without[name].equal(alone[name]) for name in without)
+
+
+def windowed(folder: Path, target_folder: Path, window: int) -> Path:
+    """The same target with a window of so many tokens."""
+    shutil.copytree(target_folder, folder)
+    about = json.loads((folder / "config.json").read_text())
+    about |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    (folder / "config.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_what_a_targets_window_cannot_hold_is_refused_or_left_out_before_the_first_step(
+    tmp_path: Path, target_folder: Path
+) -> None:
+    target = windowed(tmp_path / "target", target_folder, 91)  # the longest text has as many tokens
+    tree = ("decode.tree=static", "decode.nodes=16")
+    fit(config(tmp_path, target, *tree, "data.max_length=91", "eval.max_new_tokens=44"))  # leaves 31 to a prompt
+    assert metrics(tmp_path / "run")[-1]["mean_acceptance_length"]
+    with pytest.raises(Refusal, match=r"eval.max_new_tokens: 46, .* window of 91; nearest: 45"):
+        fit(config(tmp_path, target, *tree, "eval.max_new_tokens=46", f"out={tmp_path}/long"))
+    narrow = windowed(tmp_path / "narrow", target_folder, 90)
+    with pytest.raises(Refusal, match=r"data.max_length: the longest text has 91 tokens, .* 90; nearest: 90"):
+        fit(config(tmp_path, narrow, f"out={tmp_path}/long"))
+    assert not list((tmp_path / "long").iterdir())
+
+    tokenizer = load_tokenizer(target_folder)
+
+    def prompts(window: int | None, *more: str) -> list[int]:
+        cfg = config(tmp_path, target_folder, *tree, "eval.max_new_tokens=44", *more)
+        data = loop.load(tokenizer, **cfg.data.keywords())
+        return [len(ids) for ids in Yardstick(cfg, tokenizer, data, window).prompts]
+
+    assert prompts(None) == [30, 33] and prompts(91) == [30]
+    # with nothing held out the bundled ones are asked, here those of at most 102 tokens
+    assert prompts(162, "data.held_out=0.0", "eval.held_out_prompts=9") == [78, 100, 100, 102]
 
 
 # ---------------------------------------------------------------- trackers

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
+from paceline.data.rows import lengths
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
@@ -56,6 +57,9 @@ def fit(cfg: Any) -> None:
     target = Target.load(
         where, cfg.dtype, str(accelerator.device), len(tokenizer), cfg.target.quantize, cfg.target.trust_remote_code
     )
+    _check_window(data, target.window)
+    # its prompts are looked over before anything is computed
+    yardstick = Yardstick(cfg, tokenizer, data, target.window) if accelerator.is_main_process else None
     place = record.resume_from()
     drafter = _drafter(cfg, target, data, tokenizer, record, afresh=place is None)
     loader = Loader(
@@ -78,7 +82,6 @@ def fit(cfg: Any) -> None:
         step.fuse(loss_alone=cfg.train.compile == "loss")
     trained, optimizer = accelerator.prepare(step, optimizer)
     checkpoint.give(moments, learners, optimizer.optimizer)
-    yardstick = Yardstick(cfg, tokenizer, data) if accelerator.is_main_process else None
     # not at once: processes that have parted do not meet again, and --multirun may have another run for them
     atexit.register(PartialState().destroy_process_group)
     with record.running(begun, total, drafter, trunk, data), _signals() as signals:
@@ -149,6 +152,16 @@ def _compiles(cfg: Any, device: torch.device) -> bool:
         asked = f"train.compile={str(cfg.train.compile).lower()}"
         raise Refusal(f"{asked} needs a compiler, and there is no {names[1]}; nearest: train.compile=auto")
     return able
+
+
+def _check_window(data: Dataset, window: int | None) -> None:
+    """Refusal: the target cannot read the longest text, which would be met only in the step that holds it."""
+    longest = max([*lengths(data.train), *lengths(data.held_out)])
+    if window is not None and longest > window:
+        raise Refusal(
+            f"data.max_length: the longest text has {longest} tokens, this target's window is {window}; "
+            f"nearest: {window}"
+        )
 
 
 def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Record, afresh: bool) -> Drafter:

@@ -3,6 +3,7 @@
 Knows prompts, the target's own greedy answers to them and the decoder. Does not know how a drafter is trained or kept.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from paceline.decode import (
     usual_depth,
 )
 from paceline.models.drafter import Drafter, build
+from paceline.models.errors import Refusal
 from paceline.models.packed import pack_weights
 from paceline.models.target import DTYPES, Target
 from paceline.train.step import BEYOND, ranks
@@ -51,15 +53,29 @@ class Yardstick:
     """Held-out prompts and what the target answers them greedily, computed once for each target that is met.
 
     The first `eval.held_out_prompts` are decoded; the tree they are decoded with is grown from the answers to others,
-    so that it is not judged on what it was fitted to (unless too few are held out).
+    so that it is not judged on what it was fitted to (unless too few are held out). What is longer than
+    data.max_length, or with its answer and a tree longer than the target's window, is left out; where that is
+    everything, the bundled prompts stand in.
     """
 
-    def __init__(self, cfg: Any, tokenizer: Any, data: Dataset):
+    def __init__(self, cfg: Any, tokenizer: Any, data: Dataset, window: int | None = None):
+        """window: of the target. Raises Refusal where not even a bundled prompt fits into it."""
         self.cfg = cfg
         self.eos = stop_ids(tokenizer)
+        room = math.inf if window is None else window - cfg.eval.max_new_tokens - cfg.decode.nodes
         chats = [(opening(chat.messages), chat.tools) for chat in data.held_out_conversations]
-        asked = [ids for ids in (prompt_ids(tokenizer, *chat) for chat in chats) if len(ids) <= cfg.data.max_length]
-        asked = asked or [prompt_ids(tokenizer, prompt.messages) for prompt in bundled_prompts("bench")]
+        known = [ids for ids in (prompt_ids(tokenizer, *chat) for chat in chats) if len(ids) <= cfg.data.max_length]
+        asked = [ids for ids in known if len(ids) <= room]
+        if not asked:
+            known += [prompt_ids(tokenizer, prompt.messages) for prompt in bundled_prompts("bench")]
+            asked = [ids for ids in known if len(ids) <= room]
+        if not asked:
+            most = cfg.eval.max_new_tokens + room - min(map(len, known))
+            raise Refusal(
+                f"eval.max_new_tokens: {cfg.eval.max_new_tokens}, beside a tree of decode.nodes={cfg.decode.nodes}, "
+                f"leaves no prompt room in this target's window of {window}; "
+                f"{f'nearest: {most}' if most > 0 else 'lower decode.nodes'}"
+            )
         count = cfg.eval.held_out_prompts
         self.prompts = asked[:count]
         self.others = asked[count : count * (1 + GROWING)] or self.prompts
