@@ -35,7 +35,7 @@ from paceline.models.errors import Refusal
 from paceline.models.export import load_export
 from paceline.models.medusa import MedusaOptions
 from paceline.models.target import DTYPES, Target
-from paceline.train import loop, objective
+from paceline.train import loop, objective, yardstick
 from paceline.train.loop import fit
 from paceline.train.record import Record
 from paceline.train.trunk import FrozenTrunk
@@ -397,6 +397,35 @@ def test_what_a_targets_window_cannot_hold_is_refused_or_left_out_before_the_fir
     assert prompts(None) == [30, 33] and prompts(91) == [30]
     # with nothing held out the bundled ones are asked, here those of at most 102 tokens
     assert prompts(162, "data.held_out=0.0", "eval.held_out_prompts=9") == [78, 100, 100, 102]
+
+
+def test_held_out_prompts_are_decoded_a_few_at_a_time_and_found_to_be_worth_the_same(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot = ("decode.temperature=1.0", "eval.held_out_prompts=3", "data.held_out=0.4")
+    cfg = config(tmp_path, target_folder, "decode.tree=static", *hot)
+    tokenizer = load_tokenizer(target_folder)
+    target = Target.load(str(target_folder), "float32", vocab=len(tokenizer))
+    drafter = build(cfg.method.model_copy(update={"draft_vocab": None}), Shape.of(target))
+    drafter.start(target)
+    trunk = FrozenTrunk(target, Features(lambda batch: (batch.ids, batch.ids), drafter.taps))
+    data = loop.load(tokenizer, **cfg.data.keywords())
+    generate, sizes = Decoder.generate, list[int]()
+
+    def seen(self: Decoder, prompts: Any, new: int, **options: Any) -> Any:
+        sizes.append(len(prompts) * (max(map(len, prompts)) + new + self.shape.nodes))
+        return generate(self, prompts, new, **options)
+
+    monkeypatch.setattr(Decoder, "generate", seen)
+    whole = Yardstick(cfg, tokenizer, data).measure(drafter, trunk)
+    assert len(sizes) == 2  # of the prompts that grow the tree, and of those it is judged on
+    sizes.clear()
+    monkeypatch.setattr(yardstick, "AT_ONCE", 130)
+    apart = Yardstick(cfg, tokenizer, data)
+    assert apart.measure(drafter, trunk) == whole
+    assert len(apart.text) > 1 and len(sizes) > 3 and max(sizes) <= 130
+    assert yardstick._groups([50, 140, 60, 70]) == [[0, 2], [3], [1]]  # what is longer goes alone
+    assert yardstick._groups([]) == [[]]
 
 
 # ---------------------------------------------------------------- trackers
