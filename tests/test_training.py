@@ -329,9 +329,12 @@ def test_five_steps_in_a_row_without_finite_gradients_end_the_run(
     assert steps(tmp_path / "run")[-1]["step"] == 7
 
 
-def updates(target: Target, *parts: list[Batch]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and news after optimiser steps of these micro-batches."""
+def updates(target: Target, *parts: list[Batch], scaled: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and news after optimiser steps of these micro-batches. scaled: gradients are, as with float16."""
     accelerator = Accelerator(cpu=True)
+    if scaled:
+        scaler = accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        accelerator.unscale_gradients = lambda *_: scaler.unscale_(optimizer.optimizer)
     drafter = build(MedusaOptions(name="medusa", heads=3), Shape.of(target))
     drafter.start(target)
     cfg = SimpleNamespace(train=SimpleNamespace(clip=1.0))
@@ -362,6 +365,10 @@ def test_a_batch_with_nothing_supervised_is_as_if_it_were_absent(target_folder: 
     alone, news = updates(target, batches, [blank])
     assert news["empty"] and not news["skipped"] and not any(news["loss"])
     assert all(without[name].equal(alone[name]) for name in without)
+    # and with float16's scaler the next step is one as any
+    twice, _ = updates(target, batches, batches)
+    around, news = updates(target, batches, [blank], batches, scaled=True)
+    assert not news["empty"] and all(twice[name].equal(around[name]) for name in twice)
 
 
 def windowed(folder: Path, target_folder: Path, window: int) -> Path:

@@ -316,6 +316,8 @@ def _update(
     # (float16's scaler leaves out the former by itself, and has to see them)
     if not empty and (finite or accelerator.scaler is not None):
         optimizer.step()
+    elif accelerator.scaler is not None:  # as the step does: gradients are unscaled once between two updates
+        accelerator.scaler.update()
     optimizer.zero_grad(set_to_none=True)
     tokens, stops = said.tolist()
     return {
