@@ -166,8 +166,9 @@ def test_with_nothing_to_resume_a_run_starts_afresh_and_says_so(
 
 def test_a_run_is_neither_overwritten_nor_resumed_as_another(target_folder: Path, whole: Path) -> None:
     before = contents(whole)
-    with pytest.raises(Refusal, match="holds a run already: resume=true goes on with it"):
+    with pytest.raises(Refusal, match="holds a run already: resume=true goes on with it") as refusal:
         fit(config(whole.parent, target_folder, *TEN))
+    assert refusal.value.common  # to all processes: one says it
     for changed, was in (("method.heads=3", 4), ("train.lr=0.1", 0.01), ("seed=1", 0), ("dtype=bfloat16", "float32")):
         with pytest.raises(Refusal, match=rf"{changed} \(it was {was}\): start afresh"):
             fit(config(whole.parent, target_folder, *TEN, "resume=true", changed))

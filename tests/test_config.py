@@ -257,6 +257,21 @@ def test_what_a_run_refuses_is_one_line_too(monkeypatch: Any, capsys: Any) -> No
     assert capsys.readouterr().err == "paceline: target: too large for this machine\n"
 
 
+def test_what_one_process_alone_may_have_met_it_says_itself(monkeypatch: Any, capsys: Any) -> None:
+    def run(cfg: TrainConfig) -> None:
+        raise Refusal(f"seed: {cfg.seed}", common=cfg.seed == 1)
+
+    monkeypatch.setenv("RANK", "1")
+    said = []
+    for seed in (0, 1):
+        monkeypatch.setattr(sys, "argv", ["medusa.py", f"seed={seed}"])
+        with pytest.raises(SystemExit) as exit_:
+            entry("medusa", run)()
+        assert exit_.value.code == 2
+        said.append(capsys.readouterr().err)
+    assert said == ["paceline: rank 1: seed: 0\n", ""]
+
+
 @pytest.mark.parametrize("chdir", ["true", "false"])
 @pytest.mark.parametrize("words", [[], ["--multirun"]])
 def test_relative_paths_start_where_the_command_was_given(

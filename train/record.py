@@ -73,6 +73,7 @@ class Record:
             told = [self._opened()]
         broadcast_object_list(told)
         if isinstance(told[0], Refusal):
+            told[0].common = True
             raise told[0]
         self.out = Path(told[0])
         self.checkpoints = self.out / "checkpoints"
@@ -228,7 +229,8 @@ class Record:
         if self._consecutive >= 5:
             raise Refusal(
                 f"train.lr={self.cfg.train.lr}: the gradients of five steps in a row were not finite (step {number}: "
-                f"{self._fault(news['examples'])})"
+                f"{self._fault(news['examples'])})",
+                common=True,
             )
         if news["skipped"]:  # its loss is no number: it counts as nothing learnt
             nothing = [0] * len(news["loss"])
