@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from runs import checkpoint_of_target, config, contents, metrics, options
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from paceline.data.batch import Batch, Loader
@@ -148,6 +149,33 @@ def test_a_checkpoint_of_before_the_coverage_was_kept_goes_on(tmp_path: Path, ta
     assert json.loads((tmp_path / "run" / "export" / "drafter.json").read_text())["vocabulary_coverage"] is None
     there, here = (contents(run / "checkpoints" / "step-000010") for run in (whole, tmp_path / "run"))
     assert here["drafter.safetensors"] == there["drafter.safetensors"]
+
+
+def test_a_run_does_not_go_on_with_other_data_or_another_target_behind_the_same_path(tmp_path: Path) -> None:
+    target = checkpoint_of_target(tmp_path / "target")
+    more = ("train.steps=2", "train.save_every=1")
+    fit(config(tmp_path, target, *more))
+    run, model = tmp_path / "run", target / "model.safetensors"
+    shutil.rmtree(run / "checkpoints" / "step-000002")
+    before, weights, text = contents(run), model.read_bytes(), (target / "data.jsonl").read_text()
+
+    (target / "data.jsonl").write_text(text.replace("cat", "cow"))
+    with pytest.raises(Refusal, match=r"data.path: these are not the conversations that the run in out=.* begun with"):
+        fit(config(tmp_path, target, *more, "resume=true"))
+    (target / "data.jsonl").write_text(text)
+    save_file({name: -tensor for name, tensor in load_file(model).items()}, model, {"format": "pt"})
+    with pytest.raises(Refusal, match=r"target.path: this is not the target that the run in out=.* begun with"):
+        fit(config(tmp_path, target, *more, "resume=true"))
+    assert contents(run) == before
+
+    model.write_bytes(weights)
+    place = run / "checkpoints" / "step-000001" / "state.json"
+    state = json.loads(place.read_text())
+    del state["begun_with"]  # as before it was kept
+    place.write_text(json.dumps(state))
+    (target / "data.jsonl").write_text(text.replace("cat", "cow"))
+    fit(config(tmp_path, target, *more, "resume=true"))
+    assert metrics(run)[-1]["step"] == 2
 
 
 def test_with_nothing_to_resume_a_run_starts_afresh_and_says_so(

@@ -57,6 +57,7 @@ def fit(cfg: Any) -> None:
     target = Target.load(
         where, cfg.dtype, str(accelerator.device), len(tokenizer), cfg.target.quantize, cfg.target.trust_remote_code
     )
+    record.begun_with = {"data.path": data.provenance["sha256"], "target.path": target.fingerprint}
     _check_window(data, target.window)
     # its prompts are looked over before anything is computed
     yardstick = Yardstick(cfg, tokenizer, data, target.window) if accelerator.is_main_process else None
