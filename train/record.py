@@ -167,8 +167,8 @@ class Record:
         show, self._train, self._tokenizer = self.console.print, data.train, tokenizer
         documents = f"{len(data.train)} documents to train on, {len(data.held_out)} held out"
         show(f"[bold]data[/]: {documents}; {supervision(data.train)}")
-        for report in (data.skipped, data.unsupervised):
-            if len(report):
+        for report in (data.skipped, data.unsupervised, data.cut):
+            if report:
                 show(f"  {report}", highlight=False)
         if self.cfg.data.source == "self" and self.cfg.target.name == "hf":
             show(f"[yellow]{_NOT_ITS_OWN}[/]", highlight=False)
