@@ -140,6 +140,17 @@ def test_a_checkpoint_named_by_its_path_goes_on_elsewhere(tmp_path: Path, target
         fit(config(tmp_path, target_folder, *TEN, f"resume={whole}", f"out={tmp_path}/third"))
 
 
+def test_a_run_that_goes_back_to_an_earlier_checkpoint_forgets_the_later_ones(
+    tmp_path: Path, target_folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    back = (*TEN, "train.save_every=1", f"resume={run}/checkpoints/step-000005")
+    killed(monkeypatch, 2, config(tmp_path, target_folder, *back))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000005", "step-000006"]
+    fit(config(tmp_path, target_folder, *TEN, "resume=true"))
+    same_end(run, whole)
+
+
 def test_a_checkpoint_of_before_the_coverage_was_kept_goes_on(tmp_path: Path, target_folder: Path, whole: Path) -> None:
     place = Path(shutil.copytree(whole / "checkpoints" / "step-000005", tmp_path / "step-000005"))
     state = json.loads((place / "state.json").read_text())

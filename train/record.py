@@ -188,6 +188,8 @@ class Record:
             _write_whole(self.out / "config.yaml", self.cfg.yaml())
             known = [line for line in self._lines() if line["step"] <= begun]  # what came after will come again
             _write_whole(self.out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in known))
+            if later := checkpoint.forget(self.checkpoints, begun):  # so will they, and are not to be taken for new
+                self.console.print(f"deleted, since the run goes on from step {begun}: {', '.join(later)}")
             if self.cfg.tracker.name == "wandb":
                 self._tracker = _wandb(self.cfg, self.out)
         self._announce(begun, drafter, trunk)
