@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, tzinfo
+from datetime import datetime, timedelta, tzinfo
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -502,6 +502,12 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(tmp_path: Path, target_folde
         fit(config(tmp_path, target_folder, "target.device=cuda:1"))
     with pytest.raises(Refusal, match="dtype=float16 needs a CUDA GPU"):
         fit(load("medusa", "dtype=float16", "target=tiny"))
+
+
+def test_processes_wait_for_one_that_decodes_for_an_hour(tmp_path: Path, target_folder: Path) -> None:
+    waiting = loop._accelerator(config(tmp_path, target_folder)).init_handler
+    assert waiting is not None and list(waiting.to_kwargs()) == ["timeout"]  # and no other backend
+    assert waiting.timeout is not None and waiting.timeout > timedelta(hours=1)
 
 
 def test_compiling_without_a_compiler_is_refused_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
     broadcast_object_list,
     gather_object,
     set_seed,
@@ -41,6 +43,10 @@ from paceline.train.record import Record
 from paceline.train.step import TrainStep
 from paceline.train.trunk import Trunk, trunk_of, waits
 from paceline.train.yardstick import Yardstick
+
+# How long processes wait for each other. The first alone decodes and writes, which may take longer than the 10 minutes
+# that NCCL grants; one that died is noticed by who started it, not by this.
+PATIENCE = timedelta(hours=6)
 
 
 def fit(cfg: Any) -> None:
@@ -122,7 +128,8 @@ def _accelerator(cfg: Any) -> Accelerator:
     if index:
         torch.cuda.set_device(int(index))
     precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[cfg.dtype]
-    accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
+    waiting = InitProcessGroupKwargs(timeout=PATIENCE)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[waiting])
     if accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         if cfg.trunk.kind != "frozen":
             raise Refusal(f"trunk: {cfg.trunk.kind} cannot be sharded yet; nearest: conf/accelerate/ddp.yaml")
