@@ -143,13 +143,13 @@ def _planned(cfg: Any, name: str, row: Any, seed: int, digest: Callable[[Path], 
         check_depth(decoding.decode.depth, training.method.depth_limit())
     module = f"paceline.train.{row.entry}"
     read = (training.data.path, *(part.path for part in training.data.parts))
-    about = " ".join(digest(Path(path)) for path in read if path and os.path.isabs(path))
-    job = Job(f"{folder.name}: training", "training", module, asked, places, folder, about, processes=cfg.processes)
+    data = " ".join(digest(Path(path)) for path in read if path and os.path.isabs(path))
+    job = Job(f"{folder.name}: training", "training", module, asked, places, folder, data, processes=cfg.processes)
     before = note(job) if (folder / "config.yaml").exists() else {}  # it began
     if (words := before.get("asked", asked)) != asked:
         was = " ".join(word for word in words if word not in asked) or "with fewer options"
         raise Refusal(f"what lies in {folder} was trained otherwise ({was}): give another out")
-    if before.get("about", "") not in ("", about):  # the first notes did not say
+    if before.get("about", "") not in ("", data):  # the first notes did not say
         raise Refusal(f"data.path: what lies in {folder} was trained on what stood there before: give another out")
     length = training.train
     return Run(name, seed, folder, str(folder / "export"), job, row.evaluate, length.tokens, length.minutes)
