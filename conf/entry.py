@@ -63,10 +63,12 @@ def entry(name: str, run: Callable[[Any], None], text: tuple[str, ...] = ()) -> 
 
         @functools.wraps(run)
         def job(cfg: DictConfig) -> None:
+            with _one_line(common=True):
+                checked = _checked(name, cfg, cwd)
             with _one_line():
-                run(_checked(name, cfg, cwd))
+                run(checked)
 
-        with _one_line():
+        with _one_line(common=True):
             sys.argv[1:] = [_quoted(word, text) for word in sys.argv[1:]]
             _check(name, _arguments(), cwd)
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)()
@@ -81,14 +83,19 @@ def load(name: str, *overrides: str) -> Any:
 
 
 @contextlib.contextmanager
-def _one_line() -> Iterator[None]:
-    """Turn a refusal into one line (of one of the processes) and exit code 2; Ctrl-C likewise, code 130."""
-    first = os.environ.get("RANK", "0") == "0"
+def _one_line(common: bool = False) -> Iterator[None]:
+    """Turn a refusal into one line and exit code 2; Ctrl-C likewise, code 130.
+
+    Of several processes each says what it met, which the others may not have, unless it is common to all.
+    """
+    rank = os.environ.get("RANK", "0")
+    first = rank == "0"
     try:
         yield
     except _refusals() as refusal:
-        if first:
-            print("paceline:", " ".join(str(refusal).split()), file=sys.stderr)
+        if first or not (common or getattr(refusal, "common", False)):
+            said = "" if first else f"rank {rank}: "
+            print(f"paceline: {said}{' '.join(str(refusal).split())}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if first:

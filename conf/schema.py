@@ -56,6 +56,14 @@ class Target(Section):
             raise Refusal("target.quantize: null stands for what an export says, with target=export; nearest: none")
         return quantize
 
+    @field_validator("device")
+    @classmethod
+    def _one_each(cls, device: str) -> str:
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        if ":" in device and world > 1:
+            raise Refusal(f"target.device: {device} is one GPU, each of {world} processes has its own; nearest: cuda")
+        return device
+
 
 class Frozen(Section):
     """`trunk` where only the drafter is trained."""
@@ -120,6 +128,14 @@ def source_path(option: str, kind: Any, path: str | None, info: ValidationInfo) 
     )
 
 
+def of_hub(section: str, source: str, value: Any, info: ValidationInfo) -> Any:
+    """The `value` of a section's split or streaming, which a hub alone reads. source: how its kind is typed."""
+    kind = info.data.get("source")
+    if kind != "hub" and value not in (None, "train", False):  # what stands in the yaml
+        raise Refusal(f"{section}.{info.field_name}: read only by {source}=hub, not by {source}={kind}")
+    return value
+
+
 class Part(Section):
     """One source of a mixture, in `data.parts`. An item of a list has no yaml: what it leaves out is said here."""
 
@@ -130,6 +146,7 @@ class Part(Section):
     weight: Rate = 1.0
 
     _where = field_validator("path")(lambda path, info: source_path("data.parts", info.data.get("source"), path, info))
+    _hub = field_validator("split", "streaming")(lambda value, info: of_hub("data.parts", "source", value, info))
 
 
 class Data(Section):
@@ -151,6 +168,8 @@ class Data(Section):
     @classmethod
     def _where(cls, path: str | None, info: ValidationInfo) -> str | None:
         return source_path("data.path", info.data.get("source"), path, info)
+
+    _hub = field_validator("split", "streaming")(lambda value, info: of_hub("data", "data", value, info))
 
     @field_validator("parts")
     @classmethod

@@ -14,6 +14,7 @@ from paceline.conf.schema import (
     TrainConfig,
     exact_in,
     method_options,
+    of_hub,
     source_path,
 )
 from paceline.conf.section import (
@@ -42,6 +43,12 @@ class CacheConfig(TrainConfig):
     the same words."""
 
     processes: Positive
+
+    @model_validator(mode="after")
+    def _of_a_target_that_stays(self) -> Self:
+        if self.trunk.kind != "frozen":
+            raise Refusal(f"trunk: {self.trunk.kind} soon says something else than what is kept; nearest: frozen")
+        return self
 
 
 class _Drafted(Section):
@@ -185,6 +192,8 @@ class Given(Section):
         if path is not None:
             raise Refusal("given.path: not read by given.source=none; nearest: given.source=jsonl")
         return None
+
+    _hub = field_validator("split", "streaming")(lambda value, info: of_hub("given", "given.source", value, info))
 
 
 class Filter(Section):

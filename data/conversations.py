@@ -110,6 +110,13 @@ class Dataset:
     unsupervised: Skipped  # assistant turns (and rows cut short) that no loss may look at
     provenance: dict[str, Any]
 
+    @property
+    def cut(self) -> str | None:
+        """What max_length costs, in words; None where it costs nothing."""
+        known, beyond = self.provenance["supervised_tokens"], self.provenance["supervised_tokens_cut"]
+        limit = self.provenance["max_length"]
+        return f"{beyond} of {known + beyond} supervised tokens lie beyond data.max_length={limit}" if beyond else None
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Records -> ids and mask
@@ -133,8 +140,9 @@ def encode_all(
     max_length: int,
     unsupervised: Skipped | None = None,
     template: str | Path | None = None,
-) -> Iterator[tuple[Record, list[Example]]]:
-    """Each record with its rows of training text, at most `max_length` tokens each. Reads as it is read.
+) -> Iterator[tuple[Record, list[Example], int]]:
+    """Each record with its rows of training text, at most `max_length` tokens each, and how many tokens that would be
+    supervised lie beyond. Reads as it is read.
 
     Ids are the tokenizer's own rendering of the whole conversation. Supervised are the tokens of each assistant turn
     that the target would have to produce after the generation prompt: the text and its end-of-turn token. A turn is
@@ -155,15 +163,17 @@ def encode_all(
         prompts = iter(tokens(tokenizer, [turn.prompt for rows, _ in plans for row in rows for turn in row.turns]))
         for (place, record), (rows, faults) in zip(chunk, plans, strict=True):
             examples: list[Example] = [] if record.messages else _plain(tokenizer, record.text, max_length)
+            beyond = 0
             for row in rows:
                 ids, supervised = _masked(next(texts), row, [next(prompts).ids for _ in row.turns], faults)
+                beyond += int(supervised[max_length:].sum())
                 if supervised[:max_length].any():
                     examples.append(Example(torch.tensor(ids[:max_length]), supervised[:max_length]))
                 elif supervised.any():
                     faults.append(f"the first reply begins beyond max_length={max_length}")
             for fault in faults:
                 unsupervised.add(fault, place)
-            yield record, examples
+            yield record, examples, beyond
 
 
 def _masked(encoding: Any, row: Row, prompts: list[list[int]], faults: list[str]) -> tuple[list[int], Tensor]:
@@ -320,7 +330,7 @@ def load(
 
 
 def _written(
-    encoded: Iterable[tuple[Record, list[Example]]],
+    encoded: Iterable[tuple[Record, list[Example], int]],
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     where: str,
@@ -331,13 +341,14 @@ def _written(
     """Write what `encode_all` gives into shards in `folder`; returns what there is to say about them."""
     train, rest = Writer(folder, "train"), Writer(folder, "held_out")
     chats: list[Record] = []
-    supervised = count = aside = 0
+    supervised = cut = count = aside = 0
     digest = hashlib.sha256()
-    for record, rows in encoded:
+    for record, rows, beyond in encoded:
         out = set_aside(record.asked, settings["held_out"])
         for row in rows:
             (rest if out else train).add(row)
             supervised += 0 if out else int(row.supervised.sum())
+        cut += 0 if out else beyond
         if out and record.messages:
             chats.append(record)
         count, aside = count + 1, aside + out
@@ -358,6 +369,7 @@ def _written(
         "held_out": aside,
         "skipped": {reason: len(places) for reason, places in skipped.reasons.items()},
         "supervised_tokens": supervised,
+        "supervised_tokens_cut": cut,
         "max_length": settings["max_length"],
         "sha256": digest.hexdigest(),
         "template_sha256": template_hash(tokenizer),

@@ -222,13 +222,14 @@ class Shards(Memory):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     left.unlink()
 
-    def open(self, mine: Iterable[int]) -> set[int]:
-        """Map all shards of the index; returns which of this process's examples are not there.
+    def open(self, mine: Iterable[int], without: Sequence[str] = ()) -> set[int]:
+        """Map all shards of the index but those `without`; returns which of this process's examples are not there.
 
-        As soon as they are, what is held of them is written, if it fills no shard.
+        As soon as they are, what is held of them is written, if it fills no shard. Raises BadData.
         """
         for name in self._index()["shards"]:
-            self._map(name)
+            if name not in without:
+                self._map(name)
         self.awaited = set(mine) - self._where.keys()
         return set(self.awaited)
 
@@ -274,7 +275,13 @@ class Shards(Memory):
         self._map(name)
 
     def _map(self, name: str) -> None:
-        shard = load_file(self.folder / name)
+        try:
+            shard = load_file(self.folder / name)
+        except (OSError, SafetensorError) as error:
+            raise BadData(
+                f"data.features_in: {self.folder / name} cannot be read ({error}); scripts/cache_features.py makes it "
+                "anew"
+            ) from error
         states = [shard[part] for part in ("last", "hidden") if part in shard]
         self._learn(shard["example"].tolist(), shard["start"].tolist(), states)
 

@@ -45,10 +45,11 @@ def run(cfg: Any) -> None:
     about = description(target.fingerprint, asked.quantize, cfg.dtype, taps, template, data.train, loader.packing)
     shards = Shards(place, about, begin=True)
     console = Console(quiet=rank > 0, soft_wrap=True, highlight=False)
-    if rank == 0 and (spoiled := shards.spoiled()):
+    spoiled = shards.spoiled()  # of all: another process's shard may hold what is asked for here
+    if rank == 0 and spoiled:
         console.print(f"computed again, since they are not as they were written: {', '.join(sorted(spoiled))}")
         shards.forget(spoiled)
-    missing = shards.open(i for part in parts for i in part)
+    missing = shards.open((i for part in parts for i in part), without=spoiled)
     todo = [part for part in parts if not missing.isdisjoint(part)]
     sizes = lengths(data.train)
     tokens = sum(sizes[i] for part in todo for i in part)

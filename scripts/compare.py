@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,11 +106,12 @@ def planned(cfg: Any) -> list[Run]:
 
     prompts(cfg.eval.prompts, cfg.eval.limit)
     runs: list[Run] = []
+    digest = cache(_digest)  # of data that many runs have in common
     for seed in range(cfg.seeds):
         for name, row in cfg.drafters.items():
             if (cfg.only is None or name in cfg.only) and (row.entry is not None or seed == 0):
                 try:
-                    made = _planned(cfg, name, row, seed)
+                    made = _planned(cfg, name, row, seed, digest)
                 except Refusal as refusal:
                     raise Refusal(f"drafters.{name}: {refusal}") from None
                 if made.folder in [other.folder for other in runs]:
@@ -119,7 +120,7 @@ def planned(cfg: Any) -> list[Run]:
     return runs
 
 
-def _planned(cfg: Any, name: str, row: Any, seed: int) -> Run:
+def _planned(cfg: Any, name: str, row: Any, seed: int, digest: Callable[[Path], str]) -> Run:
     from paceline.models.drafter import check_depth
     from paceline.models.export import describe
     from paceline.scripts.decoding import target_of
@@ -141,11 +142,15 @@ def _planned(cfg: Any, name: str, row: Any, seed: int) -> Run:
     for decoding in decodings:
         check_depth(decoding.decode.depth, training.method.depth_limit())
     module = f"paceline.train.{row.entry}"
-    job = Job(f"{folder.name}: training", "training", module, asked, places, folder, processes=cfg.processes)
-    before = note(job).get("asked", asked)
-    if before != asked and (folder / "config.yaml").exists():  # it began
-        was = " ".join(word for word in before if word not in asked) or "with fewer options"
+    read = (training.data.path, *(part.path for part in training.data.parts))
+    data = " ".join(digest(Path(path)) for path in read if path and os.path.isabs(path))
+    job = Job(f"{folder.name}: training", "training", module, asked, places, folder, data, processes=cfg.processes)
+    before = note(job) if (folder / "config.yaml").exists() else {}  # it began
+    if (words := before.get("asked", asked)) != asked:
+        was = " ".join(word for word in words if word not in asked) or "with fewer options"
         raise Refusal(f"what lies in {folder} was trained otherwise ({was}): give another out")
+    if before.get("about", "") not in ("", data):  # the first notes did not say
+        raise Refusal(f"data.path: what lies in {folder} was trained on what stood there before: give another out")
     length = training.train
     return Run(name, seed, folder, str(folder / "export"), job, row.evaluate, length.tokens, length.minutes)
 

@@ -38,7 +38,8 @@ def convert(cfg: Any, source: Path, to: Path) -> None:
     """Write the drafter of one folder to another. Raises Refusal for what cannot be read, or has no place there."""
     from paceline.models import formats
     from paceline.models.card import card
-    from paceline.models.export import save_export
+    from paceline.models.export import read_export, save_export
+    from paceline.models.formats.common import same
     from paceline.models.stored import whole
     from paceline.models.target import DTYPES
 
@@ -48,7 +49,11 @@ def convert(cfg: Any, source: Path, to: Path) -> None:
     about["dtype"] = str(drafter.dtype).removeprefix("torch.")
     if cfg.format == "native":
         more = {name: value for name, value in about.items() if name not in ("dtype", "target")}
-        save_export(drafter, to, about["dtype"], about["target"], **more)
+        with whole(to) as work:
+            save_export(drafter, work, about["dtype"], about["target"], **more)
+            lost = same(drafter, read_export(work, "to")[0])
+            if lost is not None:
+                raise Refusal(f"to: {to}: {lost} was read back as another than was written")
         return
     checkpoint = formats.written(drafter, cfg.format, about["target"] | _where(cfg, about))
     with whole(to) as work:

@@ -46,8 +46,8 @@ def run(cfg: Any) -> None:
 
     for name, value in about["counts"].items():
         console.print(f"{name:>24}  {value}")
-    for report in (data.skipped, data.unsupervised):
-        if len(report):
+    for report in (data.skipped, data.unsupervised, data.cut):
+        if report:
             console.print(str(report), style="yellow")
     points = ", ".join(f"{point['ids']} ids {point['covered']:.1%}" for point in about["coverage"])
     console.print(f"{'draft vocabulary covers':>24}  {points}")
@@ -77,6 +77,7 @@ def measured(data: Dataset, vocab: int) -> tuple[dict[str, Any], tuple[list[int]
             "rows to train on": len(tokens),
             "tokens": sum(tokens),
             "supervised tokens": sum(supervised),
+            "supervised tokens cut": data.provenance["supervised_tokens_cut"],
             "ids that are supervised": int((frequencies(data.train) > 0).sum()),
         },
         "skipped": reasons(data.skipped),

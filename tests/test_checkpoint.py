@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from runs import checkpoint_of_target, config, contents, metrics, options
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from paceline.data.batch import Batch, Loader
@@ -139,6 +140,17 @@ def test_a_checkpoint_named_by_its_path_goes_on_elsewhere(tmp_path: Path, target
         fit(config(tmp_path, target_folder, *TEN, f"resume={whole}", f"out={tmp_path}/third"))
 
 
+def test_a_run_that_goes_back_to_an_earlier_checkpoint_forgets_the_later_ones(
+    tmp_path: Path, target_folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    back = (*TEN, "train.save_every=1", f"resume={run}/checkpoints/step-000005")
+    killed(monkeypatch, 2, config(tmp_path, target_folder, *back))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000005", "step-000006"]
+    fit(config(tmp_path, target_folder, *TEN, "resume=true"))
+    same_end(run, whole)
+
+
 def test_a_checkpoint_of_before_the_coverage_was_kept_goes_on(tmp_path: Path, target_folder: Path, whole: Path) -> None:
     place = Path(shutil.copytree(whole / "checkpoints" / "step-000005", tmp_path / "step-000005"))
     state = json.loads((place / "state.json").read_text())
@@ -148,6 +160,33 @@ def test_a_checkpoint_of_before_the_coverage_was_kept_goes_on(tmp_path: Path, ta
     assert json.loads((tmp_path / "run" / "export" / "drafter.json").read_text())["vocabulary_coverage"] is None
     there, here = (contents(run / "checkpoints" / "step-000010") for run in (whole, tmp_path / "run"))
     assert here["drafter.safetensors"] == there["drafter.safetensors"]
+
+
+def test_a_run_does_not_go_on_with_other_data_or_another_target_behind_the_same_path(tmp_path: Path) -> None:
+    target = checkpoint_of_target(tmp_path / "target")
+    more = ("train.steps=2", "train.save_every=1")
+    fit(config(tmp_path, target, *more))
+    run, model = tmp_path / "run", target / "model.safetensors"
+    shutil.rmtree(run / "checkpoints" / "step-000002")
+    before, weights, text = contents(run), model.read_bytes(), (target / "data.jsonl").read_text()
+
+    (target / "data.jsonl").write_text(text.replace("cat", "cow"))
+    with pytest.raises(Refusal, match=r"data.path: these are not the conversations that the run in out=.* begun with"):
+        fit(config(tmp_path, target, *more, "resume=true"))
+    (target / "data.jsonl").write_text(text)
+    save_file({name: -tensor for name, tensor in load_file(model).items()}, model, {"format": "pt"})
+    with pytest.raises(Refusal, match=r"target.path: this is not the target that the run in out=.* begun with"):
+        fit(config(tmp_path, target, *more, "resume=true"))
+    assert contents(run) == before
+
+    model.write_bytes(weights)
+    place = run / "checkpoints" / "step-000001" / "state.json"
+    state = json.loads(place.read_text())
+    del state["begun_with"]  # as before it was kept
+    place.write_text(json.dumps(state))
+    (target / "data.jsonl").write_text(text.replace("cat", "cow"))
+    fit(config(tmp_path, target, *more, "resume=true"))
+    assert metrics(run)[-1]["step"] == 2
 
 
 def test_with_nothing_to_resume_a_run_starts_afresh_and_says_so(
@@ -166,8 +205,9 @@ def test_with_nothing_to_resume_a_run_starts_afresh_and_says_so(
 
 def test_a_run_is_neither_overwritten_nor_resumed_as_another(target_folder: Path, whole: Path) -> None:
     before = contents(whole)
-    with pytest.raises(Refusal, match="holds a run already: resume=true goes on with it"):
+    with pytest.raises(Refusal, match="holds a run already: resume=true goes on with it") as refusal:
         fit(config(whole.parent, target_folder, *TEN))
+    assert refusal.value.common  # to all processes: one says it
     for changed, was in (("method.heads=3", 4), ("train.lr=0.1", 0.01), ("seed=1", 0), ("dtype=bfloat16", "float32")):
         with pytest.raises(Refusal, match=rf"{changed} \(it was {was}\): start afresh"):
             fit(config(whole.parent, target_folder, *TEN, "resume=true", changed))

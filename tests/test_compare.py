@@ -249,6 +249,22 @@ def test_a_training_that_never_began_may_begin_otherwise(tmp_path: Path) -> None
         compare.planned(config(tmp_path, "only=[heads]"))
 
 
+def test_a_training_is_not_there_already_once_its_data_is_other_data(tmp_path: Path) -> None:
+    data = tmp_path / "chats.jsonl"
+    data.write_text('{"prompt": "a", "response": "b"}\n')
+    words = ("only=[heads]", "data=jsonl", f"data.path={data}")
+    (before,) = compare.planned(config(tmp_path, *words))
+    assert before.training is not None
+    before.folder.mkdir(parents=True)
+    (before.folder / "config.yaml").touch()  # what a training leaves, as far as it is asked for here
+    (before.folder / "job.json").write_text(json.dumps(before.training.as_noted(True)))
+    (again,) = compare.planned(config(tmp_path, *words))
+    assert again.training is not None and jobs.ended(again.training)
+    data.write_text('{"prompt": "a", "response": "c"}\n')
+    with pytest.raises(Refusal, match=r"drafters.heads: data.path: what lies in .* was trained on what stood"):
+        compare.planned(config(tmp_path, *words))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The winner
 

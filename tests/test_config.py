@@ -72,6 +72,8 @@ ALSO_REFUSED = {
     "decode.top_k=-1": ["decode.top_k:", "greater than or equal to 0"],
     "data.path=x": ["data.path:", "data=jsonl"],
     "data=jsonl": ["data.path:", "must be given"],
+    "data.split=test": ["data.split: read only by data=hub, not by data=self"],
+    "data.streaming=true": ["data.streaming: read only by data=hub, not by data=self"],
     "target=hf": ["target.path:", "must be given"],
     "target=export": ["target:", "nearest: smollm2"],
     "target.path=x": ["target.path:", "target=hf"],
@@ -209,6 +211,19 @@ def test_a_missing_file_is_named_in_full_with_its_neighbour(monkeypatch: Any, ca
     assert f"target.path: no such file or folder: {tmp_path}/model" in line
 
 
+def test_what_a_program_would_not_read_is_refused_by_it(monkeypatch: Any, capsys: Any) -> None:
+    parts = "data.parts=[{source: self, streaming: true}]"
+    line = refusal(monkeypatch, capsys, "data=mixture", parts)
+    assert "data.parts.streaming: read only by source=hub, not by source=self" in line
+    line = refusal(monkeypatch, capsys, "given.source=self", "given.split=test", "out=x", name="synthesize")
+    assert "given.split: read only by given.source=hub, not by given.source=self" in line
+    assert "trunk: lora" in refusal(monkeypatch, capsys, "trunk=lora", name="cache_features")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = refusal(monkeypatch, capsys, "target.device=cuda:1")
+    assert "target.device: cuda:1 is one GPU, each of 2 processes has its own; nearest: cuda" in line
+    assert typed(monkeypatch, "medusa", "target.device=cuda")[0].target.device == "cuda"
+
+
 def test_scripts_need_their_drafter(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert "drafter: must be given" in refusal(monkeypatch, capsys, name="evaluate")
@@ -255,6 +270,21 @@ def test_what_a_run_refuses_is_one_line_too(monkeypatch: Any, capsys: Any) -> No
         entry("medusa", run)()
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "paceline: target: too large for this machine\n"
+
+
+def test_what_one_process_alone_may_have_met_it_says_itself(monkeypatch: Any, capsys: Any) -> None:
+    def run(cfg: TrainConfig) -> None:
+        raise Refusal(f"seed: {cfg.seed}", common=cfg.seed == 1)
+
+    monkeypatch.setenv("RANK", "1")
+    said = []
+    for seed in (0, 1):
+        monkeypatch.setattr(sys, "argv", ["medusa.py", f"seed={seed}"])
+        with pytest.raises(SystemExit) as exit_:
+            entry("medusa", run)()
+        assert exit_.value.code == 2
+        said.append(capsys.readouterr().err)
+    assert said == ["paceline: rank 1: seed: 0\n", ""]
 
 
 @pytest.mark.parametrize("chdir", ["true", "false"])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,12 @@ def test_reply_cut_by_max_length_keeps_the_visible_half_of_its_mask(tokenizer: A
     assert cut.ids.tolist() == whole.ids[:26].tolist()
     assert learnt(tokenizer, cut) == ["01234"]
     assert encode(tokenizer, chat, 21) == []  # nothing of the reply is left
+    # what is cut away is counted, the end of the turn too
+    counts = [
+        next(encode_all(tokenizer, [(1, record)], limit))[2]
+        for record, limit in product((Record(chat), Record([], text="0123456789")), (512, 26, 21))
+    ]
+    assert counts == [0, 6, 11, 0, 0, 0]  # plain text goes on in another row
 
 
 @pytest.mark.parametrize("template", [SMOLLM2, MARKED, PHI])
@@ -228,7 +235,7 @@ def test_reply_fused_with_its_prompt_is_not_supervised(tokenizer: Any) -> None:
 def test_order_and_company_do_not_change_an_encoding(tokenizer: Any) -> None:
     chats = [[user(f"q{i}"), assistant("a" * (i % 7 + 1))] for i in range(1100)]  # several tokenizer batches
     records = enumerate(map(Record, chats), 1)
-    for chat, (_, rows) in list(zip(chats, encode_all(tokenizer, records, 64), strict=True))[::50]:
+    for chat, (_, rows, _) in list(zip(chats, encode_all(tokenizer, records, 64), strict=True))[::50]:
         (alone,) = encode(tokenizer, chat, 64)
         assert alone.ids.equal(rows[0].ids) and alone.supervised.equal(rows[0].supervised)
 

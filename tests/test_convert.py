@@ -449,7 +449,9 @@ def test_the_hostile_pickle_would_have_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the program, the card, the hub
 
 
-def test_the_program_converts_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_converts_there_and_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = checkpoint_of_target(tmp_path / "target")
     target = Target.load(str(where), vocab=259)
     about = {"acceptance": {"mean_acceptance_length": 1.75, "num_drafts": 40}, "tree": {"paths": [[0]], "nodes": 8}}
@@ -464,6 +466,15 @@ def test_the_program_converts_there_and_back(tmp_path: Path, capsys: pytest.Capt
     run(load("convert", *words, "target=hf", f"target.path={where}"))
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (export / "model.safetensors").read_bytes()
     load_export(tmp_path / "back", target)
+
+    def spoiling(tensors: dict[str, Any], *more: Any, **named: Any) -> None:
+        save_file({name: -tensor for name, tensor in tensors.items()}, *more, **named)
+
+    with monkeypatch.context() as patch:  # a disk that does not keep what it was given
+        patch.setattr("paceline.models.export.save_file", spoiling)
+        with pytest.raises(Refusal, match=r"to: .*worse: tensor \S+ was read back as another than was written"):
+            run(load("convert", f"from={export}", f"to={tmp_path / 'worse'}", "format=native"))
+    assert not (tmp_path / "worse").exists()
     with pytest.raises(Refusal, match="holds something else than a drafter"):
         run(load("convert", f"from={export}", f"to={tmp_path}", "format=vllm"))
     with pytest.raises(Refusal, match="format: no such format 'medussa'; nearest: medusa"):

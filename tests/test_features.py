@@ -16,7 +16,8 @@ from torch import Tensor
 from paceline.conf.entry import load
 from paceline.data import features as kept
 from paceline.data.batch import Batch, Loader
-from paceline.data.conversations import Example
+from paceline.data.conversations import Example, load_tokenizer
+from paceline.data.conversations import load as load_data
 from paceline.data.features import Features, Memory, Shards, description
 from paceline.data.records import BadData
 from paceline.models.embedded import folder
@@ -178,6 +179,26 @@ def test_a_flipped_byte_is_refused_by_the_shards_name_and_mended_by_the_script(
     assert f"not as they were written: {file.name}" in capsys.readouterr().out
     fit(cfg)
     assert len(contents(states)) == len(before)
+
+
+def test_no_process_of_several_takes_a_spoiled_shard_for_one(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = written(tmp_path, target_folder, "medusa")
+    (first, second, *_) = sorted(states.glob("states-*.safetensors"))
+    flipped(first, -1)
+    second.write_bytes(second.read_bytes()[:100])
+    about = json.loads((states / "index.json").read_text())["about"]
+    with pytest.raises(BadData, match=rf"data.features_in: {second} cannot be read \(.*; scripts/cache_features.py"):
+        Shards(states, about).open([])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):  # the first deletes what is spoiled, perhaps later than the other looks
+        monkeypatch.setenv("RANK", rank)
+        written(tmp_path, target_folder, "medusa")
+    mended = Shards(states, about)
+    cfg = config(tmp_path, target_folder)
+    count = len(load_data(load_tokenizer(target_folder), **cfg.data.keywords()).train)
+    assert mended.open(range(count)) == set() and not mended.spoiled()
 
 
 CHANGED = {

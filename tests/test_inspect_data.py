@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from paceline.conf.entry import load
 from paceline.scripts.benchmark import run as benchmark
 from paceline.scripts.inspect_data import run
@@ -16,7 +18,9 @@ RECORDS = [
 ]
 
 
-def test_the_figures_are_those_of_the_data_and_the_page_holds_all(tmp_path: Path, capsys: object) -> None:
+def test_the_figures_are_those_of_the_data_and_the_page_holds_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     where = [
@@ -32,6 +36,8 @@ def test_the_figures_are_those_of_the_data_and_the_page_holds_all(tmp_path: Path
     lengths = [9 + 11 + 2 + 2, 26 + 11 + 9 + 2]
     assert about["counts"]["rows to train on"] == 2 and about["counts"]["tokens"] == sum(lengths)
     assert about["counts"]["supervised tokens"] == 3 + 10  # the replies and their ends
+    assert about["counts"]["supervised tokens cut"] == about["provenance"]["supervised_tokens_cut"] == 4
+    assert "4 of 17 supervised tokens lie beyond data.max_length=64" in capsys.readouterr().out
     assert about["quantiles"]["tokens"] == [24, 24, 24, 48, 48, 48]
     assert about["quantiles"]["supervised"] == [3, 3, 3, 10, 10, 10]
     assert about["skipped"] == {"no messages": {"count": 1, "first": [2]}}

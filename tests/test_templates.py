@@ -631,7 +631,7 @@ def refusals(shape: Shape, chat: list[dict[str, Any]], **more: Any) -> tuple[lis
     from paceline.data.conversations import Record, Skipped, encode_all
 
     left = Skipped("assistant turns")
-    ((_, rows),) = encode_all(tokenizer_of(shape), [(7, Record(chat))], 512, left, **more)
+    ((_, rows, _),) = encode_all(tokenizer_of(shape), [(7, Record(chat))], 512, left, **more)
     return rows, left.reasons
 
 

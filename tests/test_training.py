@@ -4,13 +4,14 @@ import copy
 import itertools
 import json
 import math
+import shutil
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, tzinfo
+from datetime import datetime, timedelta, tzinfo
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,10 +35,11 @@ from paceline.models.errors import Refusal
 from paceline.models.export import load_export
 from paceline.models.medusa import MedusaOptions
 from paceline.models.target import DTYPES, Target
-from paceline.train import loop, objective
+from paceline.train import loop, objective, yardstick
 from paceline.train.loop import fit
 from paceline.train.record import Record
 from paceline.train.trunk import FrozenTrunk
+from paceline.train.yardstick import Yardstick
 
 
 @pytest.fixture(scope="session")
@@ -327,9 +329,12 @@ def test_five_steps_in_a_row_without_finite_gradients_end_the_run(
     assert steps(tmp_path / "run")[-1]["step"] == 7
 
 
-def updates(target: Target, *parts: list[Batch]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and news after optimiser steps of these micro-batches."""
+def updates(target: Target, *parts: list[Batch], scaled: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and news after optimiser steps of these micro-batches. scaled: gradients are, as with float16."""
     accelerator = Accelerator(cpu=True)
+    if scaled:
+        scaler = accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        accelerator.unscale_gradients = lambda *_: scaler.unscale_(optimizer.optimizer)
     drafter = build(MedusaOptions(name="medusa", heads=3), Shape.of(target))
     drafter.start(target)
     cfg = SimpleNamespace(train=SimpleNamespace(clip=1.0))
@@ -360,6 +365,74 @@ def test_a_batch_with_nothing_supervised_is_as_if_it_were_absent(target_folder: 
     alone, news = updates(target, batches, [blank])
     assert news["empty"] and not news["skipped"] and not any(news["loss"])
     assert all(without[name].equal(alone[name]) for name in without)
+    # and with float16's scaler the next step is one as any
+    twice, _ = updates(target, batches, batches)
+    around, news = updates(target, batches, [blank], batches, scaled=True)
+    assert not news["empty"] and all(twice[name].equal(around[name]) for name in twice)
+
+
+def windowed(folder: Path, target_folder: Path, window: int) -> Path:
+    """The same target with a window of so many tokens."""
+    shutil.copytree(target_folder, folder)
+    about = json.loads((folder / "config.json").read_text())
+    about |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    (folder / "config.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_what_a_targets_window_cannot_hold_is_refused_or_left_out_before_the_first_step(
+    tmp_path: Path, target_folder: Path
+) -> None:
+    target = windowed(tmp_path / "target", target_folder, 91)  # the longest text has as many tokens
+    tree = ("decode.tree=static", "decode.nodes=16")
+    fit(config(tmp_path, target, *tree, "data.max_length=91", "eval.max_new_tokens=44"))  # leaves 31 to a prompt
+    assert metrics(tmp_path / "run")[-1]["mean_acceptance_length"]
+    with pytest.raises(Refusal, match=r"eval.max_new_tokens: 46, .* window of 91; nearest: 45"):
+        fit(config(tmp_path, target, *tree, "eval.max_new_tokens=46", f"out={tmp_path}/long"))
+    narrow = windowed(tmp_path / "narrow", target_folder, 90)
+    with pytest.raises(Refusal, match=r"data.max_length: the longest text has 91 tokens, .* 90; nearest: 90"):
+        fit(config(tmp_path, narrow, f"out={tmp_path}/long"))
+    assert not list((tmp_path / "long").iterdir())
+
+    tokenizer = load_tokenizer(target_folder)
+
+    def prompts(window: int | None, *more: str) -> list[int]:
+        cfg = config(tmp_path, target_folder, *tree, "eval.max_new_tokens=44", *more)
+        data = loop.load(tokenizer, **cfg.data.keywords())
+        return [len(ids) for ids in Yardstick(cfg, tokenizer, data, window).prompts]
+
+    assert prompts(None) == [30, 33] and prompts(91) == [30]
+    # with nothing held out the bundled ones are asked, here those of at most 102 tokens
+    assert prompts(162, "data.held_out=0.0", "eval.held_out_prompts=9") == [78, 100, 100, 102]
+
+
+def test_held_out_prompts_are_decoded_a_few_at_a_time_and_found_to_be_worth_the_same(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot = ("decode.temperature=1.0", "eval.held_out_prompts=3", "data.held_out=0.4")
+    cfg = config(tmp_path, target_folder, "decode.tree=static", *hot)
+    tokenizer = load_tokenizer(target_folder)
+    target = Target.load(str(target_folder), "float32", vocab=len(tokenizer))
+    drafter = build(cfg.method.model_copy(update={"draft_vocab": None}), Shape.of(target))
+    drafter.start(target)
+    trunk = FrozenTrunk(target, Features(lambda batch: (batch.ids, batch.ids), drafter.taps))
+    data = loop.load(tokenizer, **cfg.data.keywords())
+    generate, sizes = Decoder.generate, list[int]()
+
+    def seen(self: Decoder, prompts: Any, new: int, **options: Any) -> Any:
+        sizes.append(len(prompts) * (max(map(len, prompts)) + new + self.shape.nodes))
+        return generate(self, prompts, new, **options)
+
+    monkeypatch.setattr(Decoder, "generate", seen)
+    whole = Yardstick(cfg, tokenizer, data).measure(drafter, trunk)
+    assert len(sizes) == 2  # of the prompts that grow the tree, and of those it is judged on
+    sizes.clear()
+    monkeypatch.setattr(yardstick, "AT_ONCE", 130)
+    apart = Yardstick(cfg, tokenizer, data)
+    assert apart.measure(drafter, trunk) == whole
+    assert len(apart.text) > 1 and len(sizes) > 3 and max(sizes) <= 130
+    assert yardstick._groups([50, 140, 60, 70]) == [[0, 2], [3], [1]]  # what is longer goes alone
+    assert yardstick._groups([]) == [[]]
 
 
 # ---------------------------------------------------------------- trackers
@@ -429,6 +502,12 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(tmp_path: Path, target_folde
         fit(config(tmp_path, target_folder, "target.device=cuda:1"))
     with pytest.raises(Refusal, match="dtype=float16 needs a CUDA GPU"):
         fit(load("medusa", "dtype=float16", "target=tiny"))
+
+
+def test_processes_wait_for_one_that_decodes_for_an_hour(tmp_path: Path, target_folder: Path) -> None:
+    waiting = loop._accelerator(config(tmp_path, target_folder)).init_handler
+    assert waiting is not None and list(waiting.to_kwargs()) == ["timeout"]  # and no other backend
+    assert waiting.timeout is not None and waiting.timeout > timedelta(hours=1)
 
 
 def test_compiling_without_a_compiler_is_refused_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,14 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(left)
 
 
+def forget(folder: Path, after: int) -> list[str]:
+    """Delete the checkpoints of more than `after` steps; returns their names."""
+    later = sorted((place for place in _all(folder) if _step(place) > after), key=_step)
+    for place in later:
+        _discard(place)
+    return [place.name for place in later]
+
+
 def _all(folder: Path) -> list[Path]:
     return [place for place in folder.glob("step-*") if _step(place) >= 0]
 

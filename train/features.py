@@ -72,7 +72,8 @@ def features_of(
     if spoiled and kind == "cached":
         raise Refusal(
             f"data.features_in: {place / min(spoiled)} is not as it was written: "
-            "scripts/cache_features.py makes it anew"
+            "scripts/cache_features.py makes it anew",
+            common=True,
         )
     if kind == "hybrid" and loader.rank == 0:
         shards.forget(spoiled)
@@ -81,12 +82,14 @@ def features_of(
     if missing and kind == "cached":
         raise Refusal(
             f"data.features_in: {place} lacks the states of {len(missing)} of {len(data.train)} examples: "
-            "scripts/cache_features.py goes on; nearest: data.features=hybrid"
+            "scripts/cache_features.py goes on; nearest: data.features=hybrid",
+            common=True,
         )
     there = [part for part in mine if all(example in shards for example in part)][:1]
     apart = max(gather_object([features.apart(loader.packed(part).to(target.device)) for part in there]), default=0.0)
     if apart > FAR:
-        raise Refusal(f"data.features_in: the states in {place} are {apart:.2f} from what the target says (relative)")
+        said = f"data.features_in: the states in {place} are {apart:.2f} from what the target says (relative)"
+        raise Refusal(said, common=True)
     sizes = lengths(data.train)
     lacking = sum(sizes[i] for i in missing)
     needed, free = size * lacking / tokens, shutil.disk_usage(place).free

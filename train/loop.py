@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
     broadcast_object_list,
     gather_object,
     set_seed,
@@ -29,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
+from paceline.data.rows import lengths
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
@@ -40,6 +43,10 @@ from paceline.train.record import Record
 from paceline.train.step import TrainStep
 from paceline.train.trunk import Trunk, trunk_of, waits
 from paceline.train.yardstick import Yardstick
+
+# How long processes wait for each other. The first alone decodes and writes, which may take longer than the 10 minutes
+# that NCCL grants; one that died is noticed by who started it, not by this.
+PATIENCE = timedelta(hours=6)
 
 
 def fit(cfg: Any) -> None:
@@ -56,6 +63,10 @@ def fit(cfg: Any) -> None:
     target = Target.load(
         where, cfg.dtype, str(accelerator.device), len(tokenizer), cfg.target.quantize, cfg.target.trust_remote_code
     )
+    record.begun_with = {"data.path": data.provenance["sha256"], "target.path": target.fingerprint}
+    _check_window(data, target.window)
+    # its prompts are looked over before anything is computed
+    yardstick = Yardstick(cfg, tokenizer, data, target.window) if accelerator.is_main_process else None
     place = record.resume_from()
     drafter = _drafter(cfg, target, data, tokenizer, record, afresh=place is None)
     if drafter.window is not None and cfg.data.max_length > drafter.window:
@@ -83,7 +94,6 @@ def fit(cfg: Any) -> None:
         step.fuse(loss_alone=cfg.train.compile == "loss")
     trained, optimizer = accelerator.prepare(step, optimizer)
     checkpoint.give(moments, learners, optimizer.optimizer)
-    yardstick = Yardstick(cfg, tokenizer, data) if accelerator.is_main_process else None
     # not at once: processes that have parted do not meet again, and --multirun may have another run for them
     atexit.register(PartialState().destroy_process_group)
     with record.running(begun, total, drafter, trunk, data), _signals() as signals:
@@ -123,7 +133,8 @@ def _accelerator(cfg: Any) -> Accelerator:
     if index:
         torch.cuda.set_device(int(index))
     precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[cfg.dtype]
-    accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
+    waiting = InitProcessGroupKwargs(timeout=PATIENCE)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[waiting])
     if accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         if cfg.trunk.kind != "frozen":
             raise Refusal(f"trunk: {cfg.trunk.kind} cannot be sharded yet; nearest: conf/accelerate/ddp.yaml")
@@ -154,6 +165,16 @@ def _compiles(cfg: Any, device: torch.device) -> bool:
         asked = f"train.compile={str(cfg.train.compile).lower()}"
         raise Refusal(f"{asked} needs a compiler, and there is no {names[1]}; nearest: train.compile=auto")
     return able
+
+
+def _check_window(data: Dataset, window: int | None) -> None:
+    """Refusal: the target cannot read the longest text, which would be met only in the step that holds it."""
+    longest = max([*lengths(data.train), *lengths(data.held_out)])
+    if window is not None and longest > window:
+        raise Refusal(
+            f"data.max_length: the longest text has {longest} tokens, this target's window is {window}; "
+            f"nearest: {window}"
+        )
 
 
 def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Record, afresh: bool) -> Drafter:
@@ -308,6 +329,8 @@ def _update(
     # (float16's scaler leaves out the former by itself, and has to see them)
     if not empty and (finite or accelerator.scaler is not None):
         optimizer.step()
+    elif accelerator.scaler is not None:  # as the step does: gradients are unscaled once between two updates
+        accelerator.scaler.update()
     optimizer.zero_grad(set_to_none=True)
     tokens, stops = said.tolist()
     return {

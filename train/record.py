@@ -47,6 +47,12 @@ FREE = {
     "train.log_every",
 }
 
+# What stands behind an option and is looked at again when a run goes on -> what is said where it is another.
+_OTHER = {
+    "data.path": "these are not the conversations",
+    "target.path": "this is not the target",
+}
+
 _NOT_ITS_OWN = (
     "data=self are answers of SmolLM2-135M-Instruct: a drafter for another target learns most from that target's own "
     "(scripts/synthesize.py, then data=jsonl data.path=FOLDER)"
@@ -67,12 +73,14 @@ class Record:
         self.tokens = 0
         self.seconds = 0.0  # of training: steps, without decoding
         self.ended = False  # whether the last step has been taken
+        self.begun_with: dict[str, str] = {}  # option of _OTHER -> a digest of what stands behind it
         self.skipped = self.empty = 0  # optimiser steps whose gradients were not finite, or that had nothing to learn
         told: list[Any] = [None]
         if self.main:
             told = [self._opened()]
         broadcast_object_list(told)
         if isinstance(told[0], Refusal):
+            told[0].common = True
             raise told[0]
         self.out = Path(told[0])
         self.checkpoints = self.out / "checkpoints"
@@ -118,6 +126,10 @@ class Record:
             self.console.print(f"resume=true: no checkpoint in {self.checkpoints}, starting afresh")
         return place
 
+    def _own(self, place: Path) -> bool:
+        """Whether a checkpoint is one of this folder's, and not another run's."""
+        return place.resolve().parent == self.checkpoints.resolve()
+
     def state(self) -> dict[str, Any]:
         """What `restore` needs, in plain types."""
         return {
@@ -130,9 +142,15 @@ class Record:
             "best": None if self.best == -math.inf else self.best,
             "best_step": self.best_step,
             "coverage": self.coverage,
+            "begun_with": self.begun_with,
         }
 
     def restore(self, state: dict[str, Any], place: Path) -> None:
+        """Raises Refusal where the run's data or target are others by now, though all options are the same."""
+        before = state.get("begun_with", {}) if self._own(place) else {}  # the first checkpoints did not say
+        for option, wrong in _OTHER.items():
+            if before.get(option, self.begun_with.get(option)) != self.begun_with.get(option):
+                raise Refusal(f"{option}: {wrong} that the run in out={self.out} was begun with; nearest: another out")
         self.tokens, self.skipped, self.empty = state["tokens"], state["skipped"], state["empty"]
         self._pending, self.coverage = state["pending"], state.get("coverage")  # the first checkpoints had none
         # not in the checkpoint: its bytes do not depend on clocks. The first lines had none
@@ -149,8 +167,8 @@ class Record:
         show, self._train, self._tokenizer = self.console.print, data.train, tokenizer
         documents = f"{len(data.train)} documents to train on, {len(data.held_out)} held out"
         show(f"[bold]data[/]: {documents}; {supervision(data.train)}")
-        for report in (data.skipped, data.unsupervised):
-            if len(report):
+        for report in (data.skipped, data.unsupervised, data.cut):
+            if report:
                 show(f"  {report}", highlight=False)
         if self.cfg.data.source == "self" and self.cfg.target.name == "hf":
             show(f"[yellow]{_NOT_ITS_OWN}[/]", highlight=False)
@@ -170,6 +188,8 @@ class Record:
             _write_whole(self.out / "config.yaml", self.cfg.yaml())
             known = [line for line in self._lines() if line["step"] <= begun]  # what came after will come again
             _write_whole(self.out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in known))
+            if later := checkpoint.forget(self.checkpoints, begun):  # so will they, and are not to be taken for new
+                self.console.print(f"deleted, since the run goes on from step {begun}: {', '.join(later)}")
             if self.cfg.tracker.name == "wandb":
                 self._tracker = _wandb(self.cfg, self.out)
         self._announce(begun, drafter, trunk)
@@ -228,7 +248,8 @@ class Record:
         if self._consecutive >= 5:
             raise Refusal(
                 f"train.lr={self.cfg.train.lr}: the gradients of five steps in a row were not finite (step {number}: "
-                f"{self._fault(news['examples'])})"
+                f"{self._fault(news['examples'])})",
+                common=True,
             )
         if news["skipped"]:  # its loss is no number: it counts as nothing learnt
             nothing = [0] * len(news["loss"])

@@ -3,6 +3,8 @@
 Knows prompts, the target's own greedy answers to them and the decoder. Does not know how a drafter is trained or kept.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from paceline.decode import (
     usual_depth,
 )
 from paceline.models.drafter import Drafter, build
+from paceline.models.errors import Refusal
 from paceline.models.packed import pack_weights
 from paceline.models.target import DTYPES, Target
 from paceline.train.step import BEYOND, ranks
@@ -31,6 +34,7 @@ from paceline.train.trunk import Trunk
 
 GROWING = 3  # prompts whose answers the tree is grown from, for each that is decoded
 LARGEST_TREE = 64  # nodes of the static tree that is kept; smaller ones are its beginning
+AT_ONCE = 1 << 16  # tokens that are read or decoded together, padding included: 8 GB of an 8B target's cache
 
 
 @dataclass
@@ -51,19 +55,33 @@ class Yardstick:
     """Held-out prompts and what the target answers them greedily, computed once for each target that is met.
 
     The first `eval.held_out_prompts` are decoded; the tree they are decoded with is grown from the answers to others,
-    so that it is not judged on what it was fitted to (unless too few are held out).
+    so that it is not judged on what it was fitted to (unless too few are held out). What is longer than
+    data.max_length, or with its answer and a tree longer than the target's window, is left out; where that is
+    everything, the bundled prompts stand in.
     """
 
-    def __init__(self, cfg: Any, tokenizer: Any, data: Dataset):
+    def __init__(self, cfg: Any, tokenizer: Any, data: Dataset, window: int | None = None):
+        """window: of the target. Raises Refusal where not even a bundled prompt fits into it."""
         self.cfg = cfg
         self.eos = stop_ids(tokenizer)
+        room = math.inf if window is None else window - cfg.eval.max_new_tokens - cfg.decode.nodes
         chats = [(opening(chat.messages), chat.tools) for chat in data.held_out_conversations]
-        asked = [ids for ids in (prompt_ids(tokenizer, *chat) for chat in chats) if len(ids) <= cfg.data.max_length]
-        asked = asked or [prompt_ids(tokenizer, prompt.messages) for prompt in bundled_prompts("bench")]
+        known = [ids for ids in (prompt_ids(tokenizer, *chat) for chat in chats) if len(ids) <= cfg.data.max_length]
+        asked = [ids for ids in known if len(ids) <= room]
+        if not asked:
+            known += [prompt_ids(tokenizer, prompt.messages) for prompt in bundled_prompts("bench")]
+            asked = [ids for ids in known if len(ids) <= room]
+        if not asked:
+            most = cfg.eval.max_new_tokens + room - min(map(len, known))
+            raise Refusal(
+                f"eval.max_new_tokens: {cfg.eval.max_new_tokens}, beside a tree of decode.nodes={cfg.decode.nodes}, "
+                f"leaves no prompt room in this target's window of {window}; "
+                f"{f'nearest: {most}' if most > 0 else 'lower decode.nodes'}"
+            )
         count = cfg.eval.held_out_prompts
         self.prompts = asked[:count]
         self.others = asked[count : count * (1 + GROWING)] or self.prompts
-        self.text = pack(data.held_out[: count * (1 + GROWING)])
+        self.text = _packed(data.held_out[: count * (1 + GROWING)])
         self._answers: tuple[Target, list[tuple[list[int], list[int]]]] | None = None
 
     def measure(self, drafter: Drafter, trunk: Trunk) -> Measurement:
@@ -73,30 +91,62 @@ class Yardstick:
         exported = as_exported(drafter, target, self.cfg.export.dtype)
         decode = self.cfg.decode
         depth = decode.depth or usual_depth(exported)
-        there = _ranks(exported, target, pack([_written(*pair) for pair in answered]), depth)
+        there = _ranks(exported, target, _packed([_written(*pair) for pair in answered]), depth)
         paths = best_static(there, LARGEST_TREE, depth).paths
         costs = decode.node_cost, decode.depth_cost
         shape = shape_of(decode.tree, decode.nodes, decode.depth, decode.width, exported, paths, *costs)
         sampler = Sampler.of(decode)
         decoder = Decoder(target, exported, shape, VERIFIERS[decode.verify], sampled=decode.drafts == "sampled")
-        generation = decoder.generate(self.prompts, self.cfg.eval.max_new_tokens, sampler=sampler, eos=self.eos)
+        _, report = self._decoded(decoder, self.prompts, sampler=sampler)
         text = _ranks(exported, target, self.text, depth)
         moved = None if target is trunk.original else drift(trunk.original, target, answered)
-        return Measurement(generation.report, _accuracy(there), _accuracy(text), [list(p) for p in paths], moved)
+        return Measurement(report, _accuracy(there), _accuracy(text), [list(p) for p in paths], moved)
 
     def _answered(self, target: Target) -> list[tuple[list[int], list[int]]]:
         """(prompt, answer) of the other prompts, as `target` answers them; remembered for the last one asked."""
         if self._answers is None or self._answers[0] is not target:
-            answers = Decoder(target).generate(self.others, self.cfg.eval.max_new_tokens, eos=self.eos).tokens
+            answers, _ = self._decoded(Decoder(target), self.others)
             self._answers = target, list(zip(self.others, answers, strict=True))
         return self._answers[1]
 
+    def _decoded(
+        self, decoder: Decoder, prompts: Sequence[list[int]], **options: Any
+    ) -> tuple[list[list[int]], AcceptanceReport]:
+        """The answers, in the order of the prompts, and the acceptance of all of them."""
+        new = self.cfg.eval.max_new_tokens
+        answers: list[list[int]] = [[] for _ in prompts]
+        report = AcceptanceReport()
+        for group in _groups([len(prompt) + new + decoder.shape.nodes for prompt in prompts]):
+            given = [prompts[i] for i in group]
+            generation = decoder.generate(given, new, rows=group, eos=self.eos, **options)
+            for i, answer in zip(group, generation.tokens, strict=True):
+                answers[i] = answer
+            report += generation.report
+        return answers, report
 
-def _ranks(drafter: Drafter, target: Target, batch: Batch, depth: int) -> Tensor:
-    """`step.ranks`, of a batch that the target has still to read."""
-    batch = batch.to(target.device)
-    hidden, _ = target(batch.ids, drafter.taps, documents=batch.document, positions=batch.positions)
-    return ranks(drafter, batch, hidden, depth, target.vocab)
+
+def _groups(sizes: Sequence[int]) -> list[list[int]]:
+    """Indices of texts of these sizes, like beside like: several, padded to the longest, are AT_ONCE tokens at most."""
+    groups: list[list[int]] = [[]]
+    for i in sorted(range(len(sizes)), key=lambda i: sizes[i]):  # the last is the longest
+        if groups[-1] and (len(groups[-1]) + 1) * sizes[i] > AT_ONCE:
+            groups.append([])
+        groups[-1].append(i)
+    return [sorted(group) for group in groups]
+
+
+def _packed(examples: Sequence[Example]) -> list[Batch]:
+    return [pack([examples[i] for i in group]) for group in _groups([len(example) for example in examples])]
+
+
+def _ranks(drafter: Drafter, target: Target, batches: Sequence[Batch], depth: int) -> Tensor:
+    """`step.ranks`, of batches that the target has still to read."""
+    found = []
+    for batch in batches:
+        batch = batch.to(target.device)
+        hidden, _ = target(batch.ids, drafter.taps, documents=batch.document, positions=batch.positions)
+        found.append(ranks(drafter, batch, hidden, depth, target.vocab))
+    return torch.cat(found)
 
 
 def _accuracy(there: Tensor) -> list[float | None]:
