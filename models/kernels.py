@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,8 +29,15 @@ SIGNATURES = {
 }
 
 
+class Library(ctypes.CDLL):
+    """One for all: a model that is copied, as a trunk that is to be trained, keeps the library of the one it is of."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Library":
+        return self
+
+
 @lru_cache
-def kernels() -> ctypes.CDLL | None:
+def kernels() -> Library | None:
     """The functions of kernels.cpp; None where there is no compiler, or it does not take the source."""
     compiler = next(
         (found for name in (os.environ.get("CXX"), "g++", "clang++") if (found := shutil.which(name or ""))), ""
@@ -43,7 +51,7 @@ def kernels() -> ctypes.CDLL | None:
         subprocess.run([compiler, *FLAGS, SOURCE, "-o", work / "kernels.so"], check=True, capture_output=True)
 
     try:
-        library = ctypes.CDLL(str(made_once(name, build) / "kernels.so"))
+        library = Library(str(made_once(name, build) / "kernels.so"))
     except (OSError, subprocess.CalledProcessError):
         return None
     for function, arguments in SIGNATURES.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -88,7 +89,10 @@ def perform(job: Job, watch: Callable[[], None]) -> str | None:
             file.seek(before)
             lines = file.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()] or ["it said nothing"]
-        reason = next((line for line in reversed(said) if line.startswith("paceline: ")), said[-1])
+        reason = next((line for line in reversed(said) if line.startswith("paceline: ")), None)
+        if reason is None:  # behind it torchrun draws lines of its own
+            raised = (line for line in reversed(said) if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line))
+            reason = next((line for line in raised if "ChildFailedError" not in line), said[-1])
         return f"exit code {code}: {reason.removeprefix('paceline: ')} (all of it: {log})"
     write_json(job.folder / "job.json", job.as_noted(True))
     return None

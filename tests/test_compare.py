@@ -347,6 +347,11 @@ def test_a_job_has_ended_when_it_says_so_or_leaves_its_result(tmp_path: Path) ->
     assert not jobs.ended(job(tmp_path / "good", "1"))  # asked for something else
     said = jobs.perform(bad, lambda: None)
     assert said == f"exit code 4: no such luck (all of it: {tmp_path / 'bad' / 'log.txt'})" and not jobs.ended(bad)
+    words = (
+        "import sys; sys.stderr.write('ValueError: no such luck\\nx.ChildFailedError: \\n====\\n'); raise SystemExit(1)"
+    )
+    drawn = jobs.perform(job(tmp_path / "drawn", words), lambda: None)  # as torchrun ends
+    assert drawn is not None and drawn.startswith("exit code 1: ValueError: no such luck (")
     left = job(tmp_path / "left", f"open({str(result)!r}, 'w').close(); raise SystemExit(1)", result)
     assert jobs.perform(left, lambda: None) is None and jobs.ended(left)
     failed = job(tmp_path / "left", "raise ValueError('a pity')", result)

@@ -308,6 +308,21 @@ def test_bits_that_depend_on_the_slot_are_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 @compiled
+@compiled
+@pytest.mark.parametrize("trained", ["adapted", "unfrozen"])
+def test_a_target_whose_passes_are_compiled_can_be_trained(trained: str) -> None:
+    target, ids = half_target("llama"), torch.arange(12).view(1, -1)
+    _, before = target(ids, cache=target.new_cache(1, 12))
+    live = target.adapted(2, 2.0, 0.0, None) if trained == "adapted" else target.unfrozen()
+    optimizer = torch.optim.SGD([p for p in live.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(2):  # an adapter's second matrix is 0 at first
+        live(ids)[1].float().square().sum().backward()
+        optimizer.step()
+    assert not torch.equal(live(ids)[1], target(ids)[1]), "it learns"
+    _, after = target(ids, cache=target.new_cache(1, 12))
+    assert torch.equal(after, before), "and the target it is of says what it said, with its own passes"
+
+
 def test_exact_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     target_of("llama").exact()  # float32
     with pytest.raises(
