@@ -28,6 +28,14 @@ IDS = torch.tensor([[0, 0, 3, 1, 4, 1, 5, 3, 1, 4], [9, 2, 6, 5, 3, 5, 8, 9, 2, 
 MASK = torch.tensor([[0] * 2 + [1] * 8, [1] * 10])
 
 
+def named(asked: Any) -> str:
+    """The id of a case: transformers' classes by name, where their own text would be an address."""
+    if not isinstance(asked, dict):
+        return str(asked)
+    classes = ("stopping_criteria", "logits_processor")
+    return " ".join(f"{k}={[type(one).__name__ for one in v] if k in classes else v}" for k, v in asked.items())
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
     return model_of("llama")
@@ -51,7 +59,7 @@ def decoder(model: Any) -> Decoder:
         {"eos_token_id": 3, "stopping_criteria": [EosTokenCriteria(25), MaxLengthCriteria(22)]},
         {"eos_token_id": 25, "logits_processor": [MinNewTokensLengthLogitsProcessor(8, 12, 25)]},
     ],
-    ids=str,
+    ids=named,
 )
 def test_transformers_generate_says_the_same_with_a_decoder(
     model: Any, decoder: Decoder, asked: dict[str, Any]
@@ -98,7 +106,7 @@ def test_sampling_follows_torchs_seed(model: Any, decoder: Decoder) -> None:
             r"MinNewTokensLengthLogitsProcessor with eos_token_id=\[8\] .* nearest: \[7\]",
         ),
     ],
-    ids=str,
+    ids=named,
 )
 def test_what_the_loop_does_not_do_is_refused_by_name(
     model: Any, decoder: Decoder, asked: dict[str, Any], named: str
