@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.decode.sampler import Place, Sampler
-from paceline.models.drafter import Context, Drafter, check_depth, checked_mass, target_ids
+from paceline.models.drafter import Context, Drafter, check_depth, check_mass, target_ids
 from paceline.models.errors import Refusal
 
 
@@ -342,7 +342,7 @@ def _children(
         logp, ids = logp.expand(-1, nodes, -1), ids.expand(-1, nodes, -1)  # one may have spoken for its whole level
     else:
         logits = drafter.head(level.state, depth)[..., :known].float()
-        checked_mass(drafter, logits)
+        check_mass(drafter, logits.logsumexp(-1))
         width = min(width, logits.shape[-1])
         logp, ids = lots.draw(drafter, logits.expand(-1, nodes, -1), level.index, depth, width)
         ids = target_ids(drafter, ids)

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 from torch import Tensor, nn
 
 from paceline.models.errors import Refusal
+from paceline.models.kernels import topmost
 from paceline.models.target import Head, Target
 
 # What a drafter may be trained to minimise; train/objective.py computes each.
@@ -244,9 +245,8 @@ class Drafter(nn.Module):
         Fewer where there are not so many. known: the first so many draft ids may be drafted, None for all.
         Raises Refusal where logits are not finite.
         """
-        logits = self.head(state, depth)[..., :known].float()
-        mass = checked_mass(self, logits)
-        top, ids = logits.topk(min(many, logits.shape[-1]), dim=-1)
+        mass, top, ids = topmost(self.head(state, depth), many, known)
+        check_mass(self, mass)
         return torch.where(top == -torch.inf, top, top - mass), target_ids(self, ids)
 
     def start(self, target: Target) -> None:
@@ -275,12 +275,10 @@ def check_depth(depth: int | None, deepest: int | None) -> None:
         raise Refusal(f"decode.depth: {depth} is deeper than the drafter's {deepest} heads; nearest: {deepest}")
 
 
-def checked_mass(drafter: Drafter, logits: Tensor) -> Tensor:
-    """[..., D] float32 -> log-sum-exp [..., 1]. Raises Refusal where it is not finite, or nan; -inf is silence."""
-    mass = logits.logsumexp(-1, keepdim=True)
+def check_mass(drafter: Drafter, mass: Tensor) -> None:
+    """mass: log-sum-exp of logits. Raises Refusal where one is not finite, or nan; -inf is silence."""
     if not bool((mass < torch.inf).all()):  # nor is nan
         raise Refusal(f"the drafter's logits are not finite in {drafter.dtype}: decode with dtype=float32 or bfloat16")
-    return mass
 
 
 def target_ids(drafter: Drafter, draft_ids: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from paceline.models.errors import Refusal
 from paceline.models.formats.common import base_config
 from paceline.models.layers import checked_map
 from paceline.models.packed import pack_weights
+from paceline.models.quick import quicken
 from paceline.models.stored import check, load_tensors, manifest_of, read_json, read_tensors, whole
 from paceline.models.target import DTYPES, Target
 from paceline.models.trunk import FOLDER, Learnt, fingerprint, read
@@ -149,6 +150,7 @@ def load_export(
     drafter.to(target.device, DTYPES[dtype or about["dtype"]]).eval().requires_grad_(False)
     drafter.borrow(target)
     pack_weights(drafter)
+    quicken(drafter)
     return drafter, about
 
 

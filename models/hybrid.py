@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.models.drafter import Context, Drafter, checked_mass, target_ids
+from paceline.models.drafter import Context, Drafter, check_mass, target_ids
 from paceline.models.errors import Refusal
+from paceline.models.kernels import topmost
 from paceline.models.ngram import Ngram, NgramOptions, Texts
 
 # Share of copies that came true, by the length of the ending that had occurred before (the last: that or longer):
@@ -91,13 +92,13 @@ class Hybrid(Drafter):
             known = int((ids < known).sum())
         if not bool(trust.any()):
             return self.drafter.likeliest(own, depth, many, known)
-        logits = self.drafter.head(own, depth)[..., :known].float()
-        mass = checked_mass(self.drafter, logits)
-        top, drafted = logits.topk(min(many, logits.shape[-1]), dim=-1)
+        logits = self.drafter.head(own, depth)
+        mass, top, drafted = topmost(logits, many, known)
+        check_mass(self.drafter, mass)
         drafted = target_ids(self.drafter, drafted)
         at = place if ids is None else torch.searchsorted(ids[:known], place)
-        at = at.clamp(max=logits.shape[-1] - 1)
-        share = torch.where(target_ids(self.drafter, at) == place, logits.gather(-1, at), -torch.inf)
+        at = at.clamp(max=(logits.shape[-1] if known is None else known) - 1)
+        share = torch.where(target_ids(self.drafter, at) == place, logits.gather(-1, at).float(), -torch.inf)
         alone = (1 - trust).log() - mass
         both = torch.cat(
             [

@@ -109,6 +109,43 @@ extern "C" void largest(int64_t *out, const bf16 *x, long rows, long width, long
     }
 }
 
+// Of each row, the log of the sum of exponentials and its `many` largest, descending, the earlier of equals first.
+// A sum that is not finite says that a number was not.
+//
+//     x [rows, width], rows begin `stride` apart    mass [rows]    top, where [rows, many], many <= width
+extern "C" void topmost(
+    float *mass, float *top, int64_t *where, const bf16 *x, long rows, long width, long stride, long many) {
+    for (long row = 0; row < rows; row++, x += stride, top += many, where += many) {
+        long found = 0, vectors = width / LANES * LANES;
+        auto offer = [&](float value, long at) {
+            if (found == many && !(value > top[many - 1])) return;
+            long place = found < many ? found++ : many - 1;
+            for (; place && value > top[place - 1]; place--) top[place] = top[place - 1], where[place] = where[place - 1];
+            top[place] = value, where[place] = at;
+        };
+        for (long i = 0; i < vectors; i += LANES) {
+            vec value = wide(x + i);
+            ints above = value > (found == many ? top[many - 1] : -INFINITY);
+            int any = found < many;
+            for (int lane = 0; lane < LANES; lane++) any |= above[lane];
+            if (any)
+                for (int lane = 0; lane < LANES; lane++) offer(value[lane], i + lane);
+        }
+        for (long i = vectors; i < width; i++) offer(single(x[i]), i);
+        float best = top[0], tail = 0;
+        if (best == -INFINITY) best = 0;
+        vec sum = {0};
+        ints none = {0};  // what is no number
+        for (long i = 0; i < vectors; i += LANES) {
+            vec value = wide(x + i);
+            sum += exponential(value - best), none |= value != value;
+        }
+        for (long i = vectors; i < width; i++) tail += expf(single(x[i]) - best);
+        for (int lane = 0; lane < LANES; lane++) tail += none[lane] ? NAN : 0;
+        mass[row] = best == INFINITY ? best : best + logf(total(sum) + tail);
+    }
+}
+
 // One head's numbers turned by the angles of a position, normed before where there is a weight.
 static inline void turn(
     float *out, const bf16 *x, const bf16 *weight, float eps, const float *cosine, const float *sine, long size) {
@@ -185,36 +222,39 @@ static float *scratch(long floats) {  // of this thread, kept
 // Write the keys and values of a pass behind those committed, and let its nodes look at their paths.
 //
 //     qkv     [B, N, Q + 2 S, D]    keys [B, S, D, capacity]    values [B, S, capacity, D]    out [B, N, Q, D]
-//     length  [B] committed slots   related [B, N, N]: who is whose ancestor, itself included
-//     cosine, sine [positions, D]   query_norm, key_norm [D] or null
+//     length  [B] committed slots   related [B, N, M]: whom of the M slots behind those each node sees, itself, one of
+//             the last N, included  cosine, sine [turns, D]     turn_of [B, N] or null: a node turns by its position,
+//             committed slots and path   query_norm, key_norm [D] or null
 extern "C" void attend(
     bf16 *out, const bf16 *qkv, bf16 *keys, bf16 *values, const int64_t *length, const uint8_t *related,
-    const float *cosine, const float *sine, const bf16 *query_norm, const bf16 *key_norm, long B, long N, long Q,
-    long S, long D, long capacity, float eps, float scale) {
+    const float *cosine, const float *sine, const int64_t *turn_of, const bf16 *query_norm, const bf16 *key_norm,
+    long B, long N, long M, long Q, long S, long D, long capacity, float eps, float scale) {
     long heads = Q + 2 * S, group = Q / S, longest = 0;
     for (long b = 0; b < B; b++) {
+        long begun = length[b] + M - N;  // where this pass writes
         for (long n = 0; n < N; n++) {
-            long position = length[b] - 1;
-            for (long m = 0; m < N; m++) position += related[(b * N + n) * N + m];
+            long at = length[b] - 1;
+            for (long m = 0; m < M; m++) at += related[(b * N + n) * M + m];
+            if (turn_of) at = turn_of[b * N + n];
             for (long h = 0; h < S; h++) {
                 const bf16 *row = qkv + ((b * N + n) * heads + Q + h) * D;
-                bf16 *key = keys + (b * S + h) * D * capacity + length[b] + n, rounded[WIDEST];
+                bf16 *key = keys + (b * S + h) * D * capacity + begun + n, rounded[WIDEST];
                 float turned[WIDEST];
-                turn(turned, row, key_norm, eps, cosine + D * position, sine + D * position, D);
+                turn(turned, row, key_norm, eps, cosine + D * at, sine + D * at, D);
                 for (long d = 0; d < D; d += LANES) narrow(rounded + d, *(vec *)(turned + d));
                 for (long d = 0; d < D; d++) key[d * capacity] = rounded[d];
-                memcpy(values + ((b * S + h) * capacity + length[b] + n) * D, row + S * D, D * sizeof(bf16));
+                memcpy(values + ((b * S + h) * capacity + begun + n) * D, row + S * D, D * sizeof(bf16));
             }
         }
-        longest = length[b] + N > longest ? length[b] + N : longest;
+        longest = length[b] + M > longest ? length[b] + M : longest;
     }
     long parts = N < 8 ? 1 : 4;
 #pragma omp parallel for schedule(dynamic) if (B * N * Q * longest > 20000)
     for (long task = 0; task < B * S * parts; task++) {
-        long b = task / parts / S, h = task / parts % S, part = task % parts, all = length[b] + N;
+        long b = task / parts / S, h = task / parts % S, part = task % parts, all = length[b] + M;
         long from = N * part / parts, rows = (N * (part + 1) / parts - from) * group;
         long width = (all + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
-        float *k = scratch((2 * D + ROWS) * width + 2 * ROWS * N), *v = k + D * width, *weights = v + D * width;
+        float *k = scratch((2 * D + ROWS) * width + 2 * ROWS * M), *v = k + D * width, *weights = v + D * width;
         long *paths = (long *)(weights + ROWS * width);
         const bf16 *key = keys + (b * S + h) * D * capacity, *value = values + (b * S + h) * capacity * D;
         for (long d = 0; d < D; d++)
@@ -228,12 +268,12 @@ extern "C" void attend(
             for (long r = 0; r < ROWS; r++) {
                 long row = first + r < rows ? first + r : first;  // the last few are joined by copies of the first
                 long n = from + row / group, g = h * group + row % group;
-                long *mine = paths + r * N;
+                long *mine = paths + r * M;
                 path[r] = mine;
-                for (long m = 0; m < N; m++)
-                    if (related[(b * N + n) * N + m]) *mine++ = length[b] + m;
+                for (long m = 0; m < M; m++)
+                    if (related[(b * N + n) * M + m]) *mine++ = length[b] + m;
                 steps[r] = mine - path[r];
-                long at = D * (length[b] + steps[r] - 1);
+                long at = D * (turn_of ? turn_of[b * N + n] : length[b] + steps[r] - 1);
                 turn(query[r], qkv + ((b * N + n) * heads + g) * D, query_norm, eps, cosine + at, sine + at, D);
                 to[r] = out + ((b * N + n) * Q + g) * D;
             }

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.models.made import made_once
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+LANES, WIDEST = 16, 256  # as in kernels.cpp: rows are multiples of the one, heads no wider than the other
+MOST = 64  # numbers that `topmost` picks of a row
 # no -ffast-math: the order of every sum is part of what is promised
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 _ADDRESS, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
@@ -25,7 +28,8 @@ SIGNATURES = {
     "norm": [_ADDRESS] * 3 + [_COUNT] * 2 + [_NUMBER],
     "gated": [_ADDRESS] * 2 + [_COUNT] * 2,
     "largest": [_ADDRESS] * 2 + [_COUNT] * 3,
-    "attend": [_ADDRESS] * 10 + [_COUNT] * 6 + [_NUMBER] * 2,
+    "attend": [_ADDRESS] * 11 + [_COUNT] * 7 + [_NUMBER] * 2,
+    "topmost": [_ADDRESS] * 4 + [_COUNT] * 4,
 }
 
 
@@ -57,6 +61,22 @@ def kernels() -> Library | None:
     for function, arguments in SIGNATURES.items():
         getattr(library, function).argtypes, getattr(library, function).restype = arguments, None
     return library
+
+
+def topmost(x: Tensor, many: int, width: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the first `width` numbers of each row of x [..., D], None for all: the log of their sum of exponentials
+    [..., 1], the `many` largest, descending, and where they lie [..., many]; fewer where there are not so many.
+    """
+    width = x.shape[-1] if width is None else min(width, x.shape[-1])
+    many, quick = min(many, width), kernels() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else None
+    if quick is None or many > MOST or x.requires_grad or not x.is_contiguous():
+        x = x[..., :width].float()
+        return x.logsumexp(-1, keepdim=True), *x.topk(many, -1)
+    mass, top = (torch.empty(*x.shape[:-1], n, dtype=torch.float32) for n in (1, many))
+    where = torch.empty(top.shape, dtype=torch.long)
+    at = [part.data_ptr() for part in (mass, top, where, x)]
+    quick.topmost(*at, mass.numel(), width, x.shape[-1], many)
+    return mass, top, where
 
 
 def _processor() -> str:

@@ -146,13 +146,29 @@ class Rotary:
 
     def __init__(self, frequencies: Tensor, scaling: float = 1.0):
         self.frequencies, self.scaling = frequencies.float(), scaling
+        self._table = torch.empty(0, 2, 0)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[B, N] -> cos, sin [B, 1, N, 2 * frequencies], computed in float32."""
+        if positions.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._angles(positions, dtype)
+        most = int(positions.max()) + 1 if positions.numel() else 1  # decoding asks for few at a time, again and again
+        if len(self._table) < most or self._table.dtype != dtype:
+            all_ = torch.arange(1 << (most - 1).bit_length())[None]
+            self._table = torch.stack([part[0, 0] for part in self._angles(all_, dtype)], 1)
+        cos, sin = self._table[positions][:, None].unbind(-2)
+        return cos, sin
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         self.frequencies = self.frequencies.to(positions.device)
         angles = positions[:, None, :, None].float() * self.frequencies
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+
+
+def silu(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Whether this is what a layer's activation is in all but old models."""
+    return activation is F.silu
 
 
 def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -176,13 +192,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(inputs, kv_heads * self.size, bias=bias)
         self.v_proj = nn.Linear(inputs, kv_heads * self.size, bias=bias)
         self.o_proj = nn.Linear(heads * self.size, hidden, bias=bool(options.out_bias))
-        self._qkv = Beside(self.q_proj, self.k_proj, self.v_proj)
+        self.qkv = Beside(self.q_proj, self.k_proj, self.v_proj)
         self.q_norm = RMSNorm(self.size, eps=options.eps) if options.qk_norm else None
         self.k_norm = RMSNorm(self.size, eps=options.eps) if options.qk_norm else None
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], depth: int, layer: int, ctx: Context) -> Tensor:
         """[B, N, inputs] -> [B, N, hidden]."""
-        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self._qkv(x))
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self.qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         seen = ctx.memory.attend(ctx, depth, layer, turned(q, angles), turned(k, angles), v)
@@ -198,11 +214,11 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, width, bias=bias)
         self.up_proj = nn.Linear(hidden, width, bias=bias)
         self.down_proj = nn.Linear(width, hidden, bias=bias)
-        self._gate_up = Beside(self.gate_proj, self.up_proj)
+        self.gate_up = Beside(self.gate_proj, self.up_proj)
         self.act = ACTIVATIONS[options.activation or "silu"]
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x)
+        gate, up = self.gate_up(x)
         return self.down_proj(self.act(gate) * up)
 
 

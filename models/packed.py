@@ -76,19 +76,19 @@ class Beside:
 
     def __init__(self, *parts: nn.Linear):
         self.parts = parts
-        self._packed: Packed | None = None
+        self.packed: Packed | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., in] -> [..., out] of each."""
-        if self._packed is None or x.dtype != torch.bfloat16 or x.requires_grad:
+        if self.packed is None or x.dtype != torch.bfloat16 or x.requires_grad:
             return tuple(part(x) for part in self.parts)
-        return self._packed(x).split([part.out_features for part in self.parts], -1)
+        return self.packed(x).split([part.out_features for part in self.parts], -1)
 
     def pack(self) -> None:
-        self._packed = _joined(*self.parts)
+        self.packed = _joined(*self.parts)
 
     def unpack(self) -> None:
-        self._packed = None
+        self.packed = None
 
 
 class PackedLayer:
@@ -233,8 +233,8 @@ class PackedTrunk:
         if real == 1 and form.into.rows is not None:
             x = x.repeat(2, 1)  # all the way, rather than in each product
         many, hidden = x.shape
-        sizes = rows, nodes, form.heads, form.kv_heads, form.size, cache.capacity
-        placed = length.data_ptr(), tree.data_ptr(), angles[0].data_ptr(), angles[1].data_ptr()
+        sizes = rows, nodes, nodes, form.heads, form.kv_heads, form.size, cache.capacity
+        placed = length.data_ptr(), tree.data_ptr(), angles[0].data_ptr(), angles[1].data_ptr(), 0
         normed, seen, inner = (
             torch.zeros(many, width, dtype=x.dtype) for width in (hidden, form.heads * form.size, form.inner)
         )

@@ -130,15 +130,33 @@ class TreeKeys:
         seen = self._cache.update(keys, values, layer)
         return F.scaled_dot_product_attention(queries, *seen, self._visible[:, None], enable_gqa=True)
 
+    def stacked(self, device: torch.device, heads: int, size: int) -> tuple[Tensor, ...]:
+        """The buffers of the one layer there is, for a module that attends by kernels.cpp; none where it cannot."""
+        return () if self._lag > 1 else self._begun(device).stacked(1, heads, size, torch.bfloat16)
+
+    def _begun(self, device: torch.device) -> Cache:
+        if self._cache is None:
+            self._cache = Cache(self._rows, self._room, device)
+        return self._cache
+
     def open(self, ctx: Context, rows: int) -> tuple[Cache, Tensor]:
         """Reserve slots for a call of so many rows, which `attend` does itself, and settle what they may look at.
 
         Returns, for a module that attends by itself, the cache it has to write into, layer by layer, and [B, N, reach]
         bool, which of the slots that the cache then shows are visible to each row.
         """
-        if self._cache is None:
-            self._cache = Cache(self._rows, self._room, ctx.count.device)
-        cache, count, parents = self._cache, ctx.count, ctx.parents
+        cache, related = self.reserve(ctx, rows)
+        visible = cache.visible(related)
+        if ctx.parents is None and self._lag > 1:
+            place = torch.arange(visible.shape[2], device=visible.device)
+            back = cache.length[:, None, None] + place[:rows, None] - place
+            visible = visible & ((back >= self._lag) | (back == 0))
+        self._visible = visible
+        return cache, visible
+
+    def reserve(self, ctx: Context, rows: int) -> tuple[Cache, Tensor]:
+        """As `open`, but of the M slots behind the committed ones only: [B, N, M] bool."""
+        cache, count, parents = self._begun(ctx.count.device), ctx.count, ctx.parents
         self._commit(cache)
         own = torch.eye(rows, dtype=torch.bool, device=count.device).expand(len(count), -1, -1)
         if parents is None:
@@ -152,13 +170,7 @@ class TreeKeys:
                 self._lineage = self._lineage.gather(1, parents[..., None].expand(-1, -1, self._lineage.shape[2]))
             cache.place(rows, behind=self._lineage.shape[2])
             self._lineage = related = torch.cat([self._lineage, own], 2)
-        visible = cache.visible(related)
-        if parents is None and self._lag > 1:
-            place = torch.arange(visible.shape[2], device=count.device)
-            back = cache.length[:, None, None] + place[:rows, None] - place
-            visible = visible & ((back >= self._lag) | (back == 0))
-        self._visible = visible
-        return cache, visible
+        return cache, related
 
     def _commit(self, cache: Cache) -> None:
         if self._fresh is not None:
@@ -187,10 +199,14 @@ class StreamKeys:
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}  # depth -> feature' [B, 1, F], whether there is one [B]
 
     def attend(self, ctx: Context, depth: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self.of(depth).attend(ctx, depth, layer, queries, keys, values)
+
+    def of(self, depth: int) -> TreeKeys:
+        """What the rows of a depth write into."""
         stream = self._stream(depth)
         if stream not in self._keys:
             self._keys[stream] = TreeKeys(self._rows, self._room, depth if self._reads_tokens else 0)
-        return self._keys[stream].attend(ctx, depth, layer, queries, keys, values)
+        return self._keys[stream]
 
     def next_depth(self, depth: int, feature: Tensor, tokens: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Context]:
         """Of verified rows one depth above, with the feature' [B, J, F] they hand on: those that `depth` can now read.

