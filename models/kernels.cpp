@@ -1,4 +1,5 @@
-// What a pass does between its matrix products, for bfloat16 on a CPU: norms, rotation, attention, gates, arg-max.
+// What a pass does between its matrix products, for bfloat16 on a CPU: norms, rotation, attention, gates, arg-max; and
+// what training does behind an output head.
 //
 // Rows are computed one by one, and every sum runs over the row's own path in the order of its positions, in lanes
 // that the position alone decides. So a row's bits depend on what it says and sees, not on the width of the pass, on
@@ -146,6 +147,127 @@ extern "C" void topmost(
     }
 }
 
+// ---------------------------------------------------------------- training
+
+static float *scratch(long floats) {  // of this thread, kept
+    static thread_local float *mine = nullptr;
+    static thread_local long have = 0;
+    if (floats > have) {
+        free(mine);
+        have = floats + floats / 2;
+        mine = (float *)aligned_alloc(64, (have * 4 + 63) / 64 * 64);
+    }
+    return mine;
+}
+
+static inline vec some(const bf16 *x, long many) {  // sixteen numbers, -inf behind the first `many`
+    if (many >= LANES) return wide(x);
+    bf16 padded[LANES];
+    for (long lane = 0; lane < LANES; lane++) padded[lane] = lane < many ? x[lane] : 0xff80;
+    return wide(padded);
+}
+
+struct Softmax {
+    float top, log_sum;  // the largest number, and the log of the sum of exponentials of what lies below it
+    bool sane;
+};
+
+// exponentials [width, up to a whole vector] of x - its largest
+static Softmax softmax(float *exponentials, const bf16 *x, long width) {
+    vec best = {0}, sum = {0};
+    ints none = {0};
+    best -= INFINITY;
+    for (long i = 0; i < width; i += LANES) {
+        vec value = some(x + i, width - i);
+        none |= value != value;
+        best = most(best, value);
+    }
+    float top = best[0];
+    bool sane = true;
+    for (int lane = 0; lane < LANES; lane++) top = best[lane] > top ? best[lane] : top, sane &= !none[lane];
+    if (!sane || !(fabsf(top) < INFINITY)) return {top, 0, false};
+    for (long i = 0; i < width; i += LANES)
+        sum += *(vec *)(exponentials + i) = exponential(some(x + i, width - i) - top);
+    return {top, logf(total(sum)), true};
+}
+
+static bool first_of_largest(const bf16 *x, long at, float top) {  // whether it is the largest, and none before it
+    if (single(x[at]) != top) return false;
+    for (long i = 0; i < at; i++)
+        if (single(x[i]) == top) return false;
+    return true;
+}
+
+// kl * KL(target || draft) + ce * cross-entropy of K drafts for R rows, and its gradient times `factors`, which takes
+// the place of the drafts' logits. A row that does not count has neither; one that holds what is no number, nan.
+//
+//     value [K, R] nats    right [K, R]: whether the label is the likeliest    logits [K, R, stride], teacher
+//     [R, teacher_stride] or null where kl is 0: of each, `width` numbers    labels [R]    there [K, R]    factors [K]
+extern "C" void learn(
+    float *value, uint8_t *right, bf16 *logits, const bf16 *teacher, const int64_t *labels, const uint8_t *there,
+    const float *factors, long K, long R, long width, long stride, long teacher_stride, long threads, float kl,
+    float ce) {
+    long vectors = (width + LANES - 1) / LANES * LANES;
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads)
+    for (long r = 0; r < R; r++) {
+        float *p = scratch(2 * vectors), *q = p + vectors;
+        const bf16 *taught = teacher ? teacher + r * teacher_stride : nullptr;
+        Softmax target = {0, 0, true};
+        float share = 0;  // 1 / the sum of exponentials
+        bool known = false;
+        for (long k = 0; k < K; k++) {
+            bf16 *x = logits + (k * R + r) * stride;
+            value[k * R + r] = 0, right[k * R + r] = 0;
+            if (!there[k * R + r]) {
+                memset(x, 0, width * sizeof(bf16));
+                continue;
+            }
+            if (taught && !known) {
+                target = softmax(p, taught, width), share = expf(-target.log_sum), known = true;
+            }
+            Softmax draft = softmax(q, x, width);
+            if (!target.sane || !draft.sane) {
+                value[k * R + r] = NAN;
+                for (long i = 0; i < width; i++) x[i] = 0x7fc0;
+                continue;
+            }
+            right[k * R + r] = first_of_largest(x, labels[r], draft.top);
+            float at_label = single(x[labels[r]]) - draft.top - draft.log_sum;
+            float rise = (kl + ce) * factors[k] * expf(-draft.log_sum), fall = kl * factors[k] * share;
+            float label_gradient = rise * q[labels[r]] - ce * factors[k] - (taught ? fall * p[labels[r]] : 0);
+            vec apart = {0}, mass = {0};
+            for (long i = 0; i < width; i += LANES) {
+                vec gradient = *(vec *)(q + i) * rise;
+                if (taught) {
+                    vec weight = *(vec *)(p + i);
+                    vec between = some(taught + i, width - i) - some(x + i, width - i);
+                    ints said = weight > 0;  // what the target never says may have been ruled out on both sides
+                    apart += (vec)((ints)(weight * between) & said), mass += weight;
+                    gradient -= weight * fall;
+                }
+                if (width - i >= LANES) {
+                    narrow(x + i, gradient);
+                    continue;
+                }
+                bf16 last[LANES];
+                narrow(last, gradient);
+                memcpy(x + i, last, (width - i) * sizeof(bf16));
+            }
+            float rounded[LANES] = {label_gradient};
+            bf16 narrowed[LANES];
+            narrow(narrowed, *(vec *)rounded);
+            x[labels[r]] = narrowed[0];
+            value[k * R + r] = -ce * at_label;
+            if (taught) {
+                float between = draft.top + draft.log_sum - target.top - target.log_sum;
+                value[k * R + r] += kl * share * (total(apart) + between * total(mass));
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------- attention
+
 // One head's numbers turned by the angles of a position, normed before where there is a weight.
 static inline void turn(
     float *out, const bf16 *x, const bf16 *weight, float eps, const float *cosine, const float *sine, long size) {
@@ -206,17 +328,6 @@ static void look(
             for (long w = 0; w < WIDE; w++) narrow(out[r] + d + w * LANES, mean[r][w] * share[r]);
         }
     }
-}
-
-static float *scratch(long floats) {  // of this thread, kept
-    static thread_local float *mine = nullptr;
-    static thread_local long have = 0;
-    if (floats > have) {
-        free(mine);
-        have = floats + floats / 2;
-        mine = (float *)aligned_alloc(64, (have * 4 + 63) / 64 * 64);
-    }
-    return mine;
 }
 
 // Write the keys and values of a pass behind those committed, and let its nodes look at their paths.

@@ -30,6 +30,7 @@ SIGNATURES = {
     "largest": [_ADDRESS] * 2 + [_COUNT] * 3,
     "attend": [_ADDRESS] * 11 + [_COUNT] * 7 + [_NUMBER] * 2,
     "topmost": [_ADDRESS] * 4 + [_COUNT] * 4,
+    "learn": [_ADDRESS] * 7 + [_COUNT] * 6 + [_NUMBER] * 2,
 }
 
 

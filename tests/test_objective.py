@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.models.drafter import LOSS_TERMS
+from paceline.models.kernels import kernels
 from paceline.train import objective
 from paceline.train.objective import (
     FEATURE_TERMS,
@@ -139,3 +140,67 @@ def test_smooth_l1_is_its_definition_averaged_over_the_state() -> None:
     in_float = smooth_l1(state.bfloat16().float(), goal.bfloat16().float())
     weights = {"smooth_l1": 0.5, "kl": 0.1}
     torch.testing.assert_close(mixed_features(weights, state.bfloat16(), goal.bfloat16()), 0.5 * in_float)
+
+
+# ---------------------------------------------------------------- what is compiled
+
+compiled = pytest.mark.skipif(kernels() is None, reason="no compiler here")
+
+
+@compiled
+@pytest.mark.parametrize("weights", [{"kl": 1.0}, {"ce": 0.4}, {"kl": 0.7, "ce": 0.3}], ids=str)
+@pytest.mark.parametrize("vocab", [5, 64, 250, 4096])
+def test_rows_that_kernels_take_are_those_of_the_definition(weights: dict[str, float], vocab: int) -> None:
+    """Of three depths, some rows that do not count, factors, ids behind the vocabulary that stay as they are."""
+    noise = torch.Generator().manual_seed(3)
+    whole = torch.randn(3, 8, vocab + 6, generator=noise).mul(4).bfloat16()
+    taught = torch.randn(8, vocab + 3, generator=noise).mul(4).bfloat16()
+    taught[2, 1::2] = -torch.inf  # ruled out
+    whole[1, 2, 1:vocab:2] = -torch.inf
+    labels, there = torch.randint(vocab, (8,), generator=noise), torch.rand(3, 8, generator=noise) < 0.8
+    labels[2], there[1, 2] = 0, True
+    whole[0, 4, :] = 0.0  # all alike: the first is drafted
+    labels[4], there[0, 4] = 0, True
+    factors = torch.tensor([1.0, 0.5, 0.25])
+    exact = whole[..., :vocab].double().requires_grad_()
+    logq, logp = exact.log_softmax(-1), taught[:, :vocab].double().log_softmax(-1)
+    between = torch.where(logp > -torch.inf, logp.exp() * (logp - logq), 0.0).sum(-1)
+    wanted = weights.get("kl", 0.0) * between
+    wanted = wanted - weights.get("ce", 0.0) * logq.gather(-1, labels.expand(3, 8)[..., None])[..., 0]
+    wanted = torch.where(there, wanted, 0.0)
+    (wanted * factors[:, None]).sum().backward()
+    ours = whole.clone()
+    teacher = taught[:, :vocab] if "kl" in weights else None
+    loss, right = learn(weights, ours[..., :vocab], labels, there, teacher, factors)
+    torch.testing.assert_close(loss.double(), wanted.sum(1).detach(), rtol=1e-5, atol=1e-5)
+    assert right.tolist() == ((whole[..., :vocab].max(-1).indices == labels) & there).sum(1).tolist()
+    assert exact.grad is not None and torch.equal(ours[..., vocab:], whole[..., vocab:])
+    assert (ours[..., :vocab].double() - exact.grad).norm() < 3e-3 * exact.grad.norm()
+    assert not ours[..., :vocab][~there].any()
+
+
+@compiled
+def test_a_row_of_what_is_no_number_is_nan_and_no_other() -> None:
+    for place, bad in ((0, torch.nan), (1, torch.inf)):
+        logits, teacher = torch.zeros(1, 3, 20).bfloat16(), torch.zeros(3, 20).bfloat16()
+        (logits[0], teacher)[place][1, 17] = bad
+        labels, there = torch.tensor([1, 2, 3]), torch.ones(1, 3, dtype=torch.bool)
+        assert learn({"kl": 1.0}, logits, labels, there, teacher, torch.ones(1))[0].isnan()
+        assert logits[0, 1].isnan().all() and not logits[0, [0, 2]].isnan().any()
+        there[0, 1] = False
+        assert learn({"kl": 1.0}, logits, labels, there, teacher, torch.ones(1))[0].isfinite()
+
+
+@compiled
+def test_kernels_and_operators_teach_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = torch.Generator().manual_seed(5)
+    logits, teacher = (torch.randn(n, 7, 300, generator=noise).mul(3).bfloat16() for n in (2, 1))
+    labels, there = torch.randint(300, (7,), generator=noise), torch.ones(2, 7, dtype=torch.bool)
+    found = []
+    for functions in (kernels, lambda: None):
+        monkeypatch.setattr(objective, "kernels", functions)
+        gradient = logits.clone()
+        given = {"kl": 0.5, "ce": 0.5}, gradient, labels, there, teacher[0], torch.tensor([1.0, 0.3])
+        found.append((*learn(*given), gradient.float()))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)

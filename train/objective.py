@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.models.kernels import Library, kernels
+
 
 class Taught(NamedTuple):
     """What the target says of R rows, once for all depths: p and log p [R, D] over the draft vocabulary, and
@@ -150,6 +152,9 @@ def learn(
     Returns:
         loss [K] float32, without the factors; right [K] int64.
     """
+    quick = _kernels(weights, logits, teacher)
+    if quick is not None:
+        return _learnt_by(quick, weights, logits, labels, there, teacher, factors)
     depths, rows, vocab = logits.shape
     # one block of rows after the other, so that what is float32 stays small, on a CPU in a core's cache
     size = min(rows, max(1, BLOCK // vocab)) if labels.device.type == "cpu" else rows
@@ -164,6 +169,35 @@ def learn(
             right[k] += _right(part, label, mask)
             loss[k] += (grade(weights, part, label, taught, mask * factors[k]) * mask).sum()
     return loss, right
+
+
+def _kernels(weights: dict[str, float], logits: Tensor, teacher: Tensor | None) -> Library | None:
+    """What can take the terms in one pass over a row while it lies in a core's cache; None: torch's operators."""
+    there = [logits] if teacher is None else [logits, teacher]
+    possible = all(x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.stride(-1) == 1 for x in there)
+    rows_follow = logits.stride(0) == logits.shape[1] * logits.stride(1) or len(logits) == 1
+    return kernels() if possible and rows_follow and weights.keys() <= {"kl", "ce"} else None
+
+
+def _learnt_by(
+    functions: Library,
+    weights: dict[str, float],
+    logits: Tensor,
+    labels: Tensor,
+    there: Tensor,
+    teacher: Tensor | None,
+    factors: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`learn` by kernels.cpp."""
+    depths, rows, vocab = logits.shape
+    value, right = torch.empty(depths, rows), torch.empty(depths, rows, dtype=torch.bool)
+    kl, ce = (weights.get(name, 0.0) for name in ("kl", "ce"))
+    labels, there, factors = labels.contiguous(), there.contiguous(), factors.float().contiguous()
+    taught = (0, 0) if teacher is None or not kl else (teacher.data_ptr(), teacher.stride(0))
+    places = [part.data_ptr() for part in (labels, there, factors)]
+    sizes = depths, rows, vocab, logits.stride(1), taught[1], torch.get_num_threads()
+    functions.learn(value.data_ptr(), right.data_ptr(), logits.data_ptr(), taught[0], *places, *sizes, kl, ce)
+    return value.sum(1), right.sum(1)
 
 
 BLOCK = 1 << 18  # elements: a megabyte of float32
