@@ -386,6 +386,7 @@ class Row(Section):
     entry: str | None = None  # train/ENTRY.py
     export: str | None = None  # a folder, ngram, or none
     options: list[str] = Field(default_factory=list)  # of its training
+    processes: Positive | None = None  # of its training; as the others' where it is left out
     evaluate: list[str] = Field(default_factory=list)  # of its evaluation
 
     _trains = field_validator("entry")(entry_that_trains)
@@ -399,8 +400,9 @@ class Row(Section):
     def _one_of_them(self) -> Self:
         if (self.entry is None) == (self.export is None):
             raise Refusal("give it an entry, which trains it, or an export, not both")
-        if self.export is not None and self.options:
-            raise Refusal("options are of a training, and an export is not trained; nearest: evaluate")
+        if self.export is not None and (self.options or self.processes):
+            name = "options" if self.options else "processes"
+            raise Refusal(f"{name} are of a training, and an export is not trained; nearest: evaluate")
         return self
 
 

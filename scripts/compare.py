@@ -144,7 +144,8 @@ def _planned(cfg: Any, name: str, row: Any, seed: int, digest: Callable[[Path], 
     module = f"paceline.train.{row.entry}"
     read = (training.data.path, *(part.path for part in training.data.parts))
     data = " ".join(digest(Path(path)) for path in read if path and os.path.isabs(path))
-    job = Job(f"{folder.name}: training", "training", module, asked, places, folder, data, processes=cfg.processes)
+    processes = row.processes or cfg.processes
+    job = Job(f"{folder.name}: training", "training", module, asked, places, folder, data, processes=processes)
     before = note(job) if (folder / "config.yaml").exists() else {}  # it began
     if (words := before.get("asked", asked)) != asked:
         was = " ".join(word for word in words if word not in asked) or "with fewer options"

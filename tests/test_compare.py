@@ -307,6 +307,7 @@ def test_the_winner_is_named_and_so_is_who_may_be_as_good(tmp_path: Path) -> Non
         (["+drafters.mine={entry: medusa, export: ngram}"], r"drafters.mine: give it an entry"),
         (["+drafters.mine={exprt: ngram}"], r"drafters.mine: exprt: no such option; nearest: export"),
         (["drafters.n-gram.evaluat=[]"], r"drafters.n-gram.evaluat"),
+        (["+drafters.mine={export: ngram, processes: 2}"], r"drafters.mine: processes are of a training"),
         (["only=[head]"], r"only: no such drafter 'head'; nearest: heads"),
         (["+drafter.mine={export: ngram}"], r"drafter.mine: no such option"),
         (["temperatures=[-1]"], r"temperatures.0: -1"),
@@ -320,6 +321,12 @@ def test_what_is_wrong_with_any_row_is_refused_before_the_first_job(
     with pytest.raises(Refusal, match=line):
         run(tmp_path, *options)
     assert not begun and not (tmp_path / "runs").exists()
+
+
+def test_a_row_may_be_trained_by_fewer_processes_than_the_others(tmp_path: Path) -> None:
+    runs = compare.planned(config(tmp_path, "processes=2", "+drafters.alone={entry: medusa, processes: 1}"))
+    processes = {run.name: run.training.processes for run in runs if run.training is not None}
+    assert processes.pop("alone") == 1 and set(processes.values()) == {2}
 
 
 def test_sections_reach_the_processes_as_they_are(tmp_path: Path) -> None:
