@@ -118,7 +118,8 @@ def play(
     }
     if paths:
         shapes["static"] = StaticShape(tuple(tuple(path) for path in paths if max(path) < drafter.shape.vocab))
-    read = [target(torch.tensor([prompt + answer], device=target.device), drafter.taps)[0] for prompt, answer in played]
+    whole = [torch.tensor([prompt + answer], device=target.device) for prompt, answer in played]
+    read = [target(ids, drafter.taps, cache=target.new_cache(*ids.shape))[0] for ids in whole]  # as decoding reads them
     grown: dict[str, Grown] = {}
     for kind, shape in shapes.items():
         trees = [

@@ -6,7 +6,7 @@ Knows a drafter's read/step/head and a sampler only. Does not know the target, i
     Node 0 is the root: a token the target has already chosen. Draft depth of a node = its distance from the root.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.decode.sampler import Place, Sampler
+from paceline.models.cache import SLICE
 from paceline.models.drafter import Context, Drafter, check_depth, check_mass, target_ids
 from paceline.models.errors import Refusal
 
@@ -241,9 +242,11 @@ def grow(
     check_depth(shape.depth, drafter.max_depth)
     if sampler is not None:
         check_drawable(shape)
-    rows = torch.arange(len(tokens), device=tokens.device)
-    last = ctx.count - 1
-    onward, state = drafter.step(feature, tokens, 0, ctx)
+    verified = _slices(feature, tokens, ctx)
+    for feature, tokens, ctx in verified:
+        onward, state = drafter.step(feature, tokens, 0, ctx)
+        deeper = _deeper_streams(drafter, shape.depth, onward, tokens, ctx)
+    rows, last = torch.arange(len(tokens), device=tokens.device), ctx.count - 1
     tree = DraftTree.root(tokens[rows, last])
     if shape.depth == 0:
         return tree
@@ -252,7 +255,7 @@ def grow(
         known = vocab if drafter.vocab_map is None else int((drafter.vocab_map < vocab).sum())
     level = _Level(onward[rows, last][:, None], state[rows, last][:, None], tree.logp, torch.zeros_like(tree.parents))
     at = Context(ctx.positions[rows, last][:, None], torch.ones_like(ctx.count), ctx.memory)
-    root = _Root(at, _deeper_streams(drafter, shape.depth, onward, tokens, ctx))
+    root = _Root(at, deeper)
     if isinstance(shape, StaticShape):
         width = drafter.shape.vocab if vocab is None else vocab
         size = (len(tokens), shape.nodes, width)
@@ -261,6 +264,26 @@ def grow(
     else:
         tree = _unfold_dynamic(drafter, shape, tree, level, root, known)
     return _without_dead(tree, allowed)
+
+
+def _slices(feature: Tensor, tokens: Tensor, ctx: Context) -> Iterator[tuple[Tensor, Tensor, Context]]:
+    """Rows that have become verified, [B, J, .], so many at a time as one call reads. The root's row is in the last:
+    where a text ends before another, it waits for that.
+
+        slices of 2    text of 5    0 1 | 2 3 | 4
+                       text of 3    0 1 |     | 2
+    """
+    longest = tokens.shape[1]
+    if longest <= SLICE:
+        yield feature, tokens, ctx
+        return
+    for begin in range(0, longest, SLICE):
+        end = min(begin + SLICE, longest)
+        start = (ctx.count - 1).clamp(max=begin)
+        stop = ctx.count if end == longest else (ctx.count - 1).clamp(max=end)
+        place = (start[:, None] + torch.arange(end - begin, device=start.device)).clamp(max=longest - 1)
+        some = feature.gather(1, place[..., None].expand(-1, -1, feature.shape[-1]))
+        yield some, tokens.gather(1, place), Context(ctx.positions.gather(1, place), stop - start, ctx.memory)
 
 
 def _deeper_streams(

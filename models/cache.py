@@ -15,6 +15,11 @@ from transformers import Cache as TransformersCache
 
 from paceline.models.errors import Refusal
 
+# Rows of a text that are read in one pass, of the target or of a drafter: a mask of who sees whom is never larger than
+# this by the text's length, where that of a whole text grows with its square. So many rows keep a processor's products
+# as busy as more would, and prompts of usual length are one pass.
+SLICE = 1024
+
 
 class Cache(TransformersCache):
     """Keys and values of B rows, seen by transformers as one of its own caches.

@@ -229,7 +229,8 @@ class Drafter(nn.Module):
     def memory(self, rows: int, room: int) -> Any:
         """What this drafter keeps between rounds of decoding `rows` texts, empty; `select(rows)` of it keeps some.
 
-        `step` fills it at depth 0, whose rows are newly verified text; nothing drafted may outlast its round.
+        `step` fills it at depth 0, whose rows are newly verified text: of a long one in several calls, in each of which
+        some texts may have no rows. Nothing drafted may outlast its round.
         room: slots that the longest text and the nodes unfolded in one round need together.
         Raises Refusal where that is more than its `window`.
         """

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig
 
-from paceline.models.cache import Cache
+from paceline.models.cache import SLICE, Cache
 from paceline.models.embedded import quiet_transformers
 from paceline.models.errors import Refusal
 from paceline.models.packed import Packed, PackedTrunk, pack_weights, unpack_weights
@@ -222,7 +222,8 @@ class Target(nn.Module):
         documents: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One pass of the trunk. It has a graph only where something of it is trained.
+        """One pass of the trunk; of a chain over a cache, as many as it has slices. It has a graph only where something
+        of it is trained.
 
         Args:
             ids: [B, P] tokens.
@@ -235,6 +236,8 @@ class Target(nn.Module):
         Returns:
             hidden [B, P, len(taps) * H], the taps side by side, and last [B, P, H], the output of the final norm.
         """
+        if cache is not None and tree is None and ids.shape[1] > SLICE:
+            return self._in_slices(ids, taps, cache)
         quick = self.body.__dict__.get("forward")
         if isinstance(quick, PackedTrunk) and cache is not None and quick.ready(cache):
             self._check_taps(taps)
@@ -263,6 +266,18 @@ class Target(nn.Module):
             last = trunk_pass(self.body, visible, positions, cache, self.dtype, input_ids=ids)
         tapped[-1] = last
         hidden = torch.cat([tapped[k] for k in taps], -1) if taps else last[..., :0]
+        return hidden, last
+
+    def _in_slices(self, ids: Tensor, taps: Sequence[int], cache: Cache) -> tuple[Tensor, Tensor]:
+        """What one pass over the chain `ids` would return and leave behind, of several, each behind those before it."""
+        committed, parts = cache.length, []
+        try:
+            for some in ids.split(SLICE, 1):
+                parts.append(self(some, taps, cache=cache))
+                cache.length = cache.length + some.shape[1]
+        finally:
+            cache.length = committed  # which of it stays, `keep` says
+        hidden, last = (torch.cat(side, 1) for side in zip(*parts, strict=True))
         return hidden, last
 
     @torch.no_grad()

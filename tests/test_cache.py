@@ -5,7 +5,8 @@ import torch
 from fakes import FAMILIES, VOCAB, assert_holds, target_of
 from torch import Tensor
 
-from paceline.models.cache import Cache
+from paceline.models import target as targets
+from paceline.models.cache import SLICE, Cache
 from paceline.models.errors import Refusal
 from paceline.models.target import Target
 
@@ -71,11 +72,17 @@ def test_every_node_of_a_tree_sees_its_own_path_and_what_is_kept_is_a_prefill(
         assert_holds(cache, target, rows)
 
 
+@pytest.mark.parametrize("slice_", [SLICE, 3])
 @torch.no_grad()
-def test_a_chain_pass_continues_each_row_at_its_own_end(target: Target) -> None:
+def test_a_chain_pass_continues_each_row_at_its_own_end(
+    target: Target, slice_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once or in slices, some of which lie behind the end of a row."""
+    monkeypatch.setattr(targets, "SLICE", slice_)
     rows, more = texts([5, 2, 9]), texts([4, 4, 4])
     cache = prefilled(target, rows)
     _, last = target(torch.tensor(more), cache=cache)
+    assert cache.length.tolist() == [5, 2, 9], "nothing is committed yet"
     for index, (row, words) in enumerate(zip(rows, more, strict=True)):
         plain = target.model(torch.tensor([row + words]), use_cache=False).logits[0, len(row) :]
         torch.testing.assert_close(target.head(last)[index], plain, atol=1e-5, rtol=1e-5)

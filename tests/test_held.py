@@ -5,7 +5,9 @@ import torch
 from fakes import target_of
 
 from paceline.conf.entry import load
-from paceline.decode import Decoder, Held, Sampler, chain
+from paceline.decode import Decoder, Held, Sampler, chain, tree
+from paceline.models import target as targets
+from paceline.models.cache import SLICE
 from paceline.models.drafter import Drafter, Shape, build, options
 from paceline.models.target import Target
 
@@ -25,12 +27,12 @@ def target() -> Target:
     return target_of(num_hidden_layers=4)
 
 
-def drafter_of(name: str, target: Target) -> Drafter | None:
+def drafter_of(name: str, target: Target, *options_: str) -> Drafter | None:
     """Untrained, random enough to draft varied nonsense."""
     if name in ("none", "ngram"):
         return None if name == "none" else build(options("ngram")(name="ngram"), Shape.of(target))
     own = [] if name == "draft" else ["method.draft_vocab=null"]
-    asked = load(METHODS[name], "target=tiny", f"method={name}", *own).method
+    asked = load(METHODS[name], "target=tiny", f"method={name}", *own, *options_).method
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drafter = build(asked.fitted(target), Shape.of(target))
@@ -41,8 +43,13 @@ def drafter_of(name: str, target: Target) -> Drafter | None:
     return drafter.eval()
 
 
+@pytest.mark.parametrize("rows", [SLICE, 4])
 @pytest.mark.parametrize("name", ["none", "ngram", *METHODS])
-def test_what_is_held_decodes_like_what_is_read_anew(name: str, target: Target) -> None:
+def test_what_is_held_decodes_like_what_is_read_anew(
+    name: str, rows: int, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (targets, tree):
+        monkeypatch.setattr(module, "SLICE", rows)
     decoder = Decoder(target, drafter_of(name, target), chain(3))
     held, sampler = Held(), Sampler(temperature=0.8, seed=1)
     said = decoder.generate([FIRST], 10, held=held, sampler=sampler)

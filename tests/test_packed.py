@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from paceline.decode import Decoder, StaticShape, chain
 from paceline.decode.sampler import likeliest
 from paceline.models import packed
+from paceline.models import target as targets
 from paceline.models.cache import Cache
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
@@ -295,6 +296,25 @@ def test_an_exact_target_gives_a_node_the_same_bits_wherever_it_lies() -> None:
         target = half_target(family, **options)
         target.exact()
         assert_same_bits_in_trees(target, 60)
+
+
+@compiled
+@torch.no_grad()
+def test_an_exact_target_commits_the_same_bits_of_a_prompt_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a ragged batch; 79 leaves a single row to the last."""
+    ids = torch.randint(VOCAB, (3, 80), generator=torch.Generator().manual_seed(6))
+    for family, options in (("llama", {"hidden_size": 192, "intermediate_size": 512}), ("qwen3", {"head_dim": 32})):
+        target = half_target(family, **options)
+        target.exact()
+        found = []
+        for rows in (80, 79, 33, 13):
+            monkeypatch.setattr(targets, "SLICE", rows)
+            cache = target.new_cache(3, 90)
+            passed = target(ids, (1, -1), cache=cache)
+            target.keep(cache, ids[:, :0], torch.tensor([80, 33, 7]))
+            found.append([*passed, *cache.keys, *cache.values])
+        for cut in found[1:]:
+            assert all(torch.equal(ours, whole) for ours, whole in zip(cut, found[0], strict=True))
 
 
 @compiled

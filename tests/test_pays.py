@@ -6,9 +6,10 @@ import pytest
 import torch
 from fakes import Dictated, slow_greedy, target_of
 
-from paceline.decode import Decoder
+from paceline.decode import Decoder, tree
 from paceline.decode.cost import NODES, WIDTHS, Cost, measure
 from paceline.decode.pays import PLAIN, Candidate, Grown, Record, outcome, play, prospect, prospects
+from paceline.models import target as targets
 from paceline.models.target import Target
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
@@ -74,6 +75,19 @@ def test_a_record_says_of_a_tree_what_decoding_with_it_does(
         first += length
     assert len(played) > 1 or candidate is PLAIN
     assert int(found.nodes.max()) <= candidate.nodes
+
+
+def test_a_long_text_is_recorded_in_slices(
+    target: Target, texts: list[tuple[list[int], list[int]]], record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths, run = [], targets.trunk_pass
+    monkeypatch.setattr(targets, "trunk_pass", lambda *a, **b: (widths.append(a[1].shape[1]), run(*a, **b))[1])
+    for module in (targets, tree):
+        monkeypatch.setattr(module, "SLICE", 4)
+    again = play(target, drafter_of(texts), [(prompt, answer[:NEW]) for prompt, answer in texts], PATHS)
+    assert max(widths) == 4
+    for kind, grown in record.grown.items():
+        assert torch.equal(again.grown[kind].true, grown.true) and torch.equal(again.grown[kind].rank, grown.rank)
 
 
 def test_the_nodes_and_levels_of_a_record_are_those_that_are_grown(

@@ -10,6 +10,8 @@ from paceline.decode import draw
 from paceline.decode.draw import drawn
 from paceline.decode.sampler import Sampler
 from paceline.decode.writer import Job, Writer
+from paceline.models import target as targets
+from paceline.models.cache import SLICE
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
 from paceline.models.target import Target
@@ -32,8 +34,10 @@ def written(writer: Writer, wanted: list[Job]) -> dict[int, list[int]]:
     return {job.key: new for job, new in writer.write(lambda: next(left, None))}
 
 
+@pytest.mark.parametrize("rows", [SLICE, 5])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_every_text_is_what_the_target_says_alone(family: str) -> None:
+def test_every_text_is_what_the_target_says_alone(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "SLICE", rows)
     target = target_of(family)
     wanted = jobs(9)
     found = written(Writer(target, 4), wanted)
