@@ -35,7 +35,7 @@ class QuickNorm:
     OF = RMSNorm
 
     def __init__(self, norm: Any, functions: Library):
-        self._norm, self._run = norm, functions.norm
+        self._norm, self._functions = norm, functions
 
     @staticmethod
     def fits(norm: Any) -> bool:
@@ -46,7 +46,7 @@ class QuickNorm:
             return type(self._norm).forward(self._norm, x)
         weight, out = self._norm.weight, torch.empty_like(x)
         width = len(weight)
-        self._run(out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // width, width, self._norm.eps)
+        self._functions.norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // width, width, self._norm.eps)
         return out
 
 
@@ -54,7 +54,7 @@ class QuickMLP:
     OF = GatedMLP
 
     def __init__(self, mlp: Any, functions: Library):
-        self._mlp, self._gated, self._width = mlp, functions.gated, mlp.up_proj.out_features
+        self._mlp, self._functions, self._width = mlp, functions, mlp.up_proj.out_features
 
     @staticmethod
     def fits(mlp: Any) -> bool:
@@ -66,7 +66,7 @@ class QuickMLP:
             return type(mlp).forward(mlp, x)
         both = mlp.gate_up.packed(x)
         inner = both.new_empty(*x.shape[:-1], self._width)
-        self._gated(inner.data_ptr(), both.data_ptr(), inner.numel() // self._width, self._width)
+        self._functions.gated(inner.data_ptr(), both.data_ptr(), inner.numel() // self._width, self._width)
         return mlp.down_proj(inner)
 
 
@@ -74,7 +74,7 @@ class QuickAttention:
     OF = Attention
 
     def __init__(self, attention: Any, functions: Library):
-        self._attention, self._run = attention, functions.attend
+        self._attention, self._functions = attention, functions
         self._size = attention.size
         self._kv_heads = attention.k_proj.out_features // self._size
         self._heads = attention.q_proj.out_features // self._size
@@ -109,7 +109,7 @@ class QuickAttention:
         seen = qkv.new_empty(rows, nodes, self._heads * self._size)
         at = [part.data_ptr() for part in (seen, qkv, *stacks, length, related, cos, sin, turn_of)]
         sizes = rows, nodes, related.shape[2], self._heads, self._kv_heads, self._size, cache.capacity
-        self._run(*at, *weights, *sizes, norms[0].eps if norms else 0.0, self._size**-0.5)
+        self._functions.attend(*at, *weights, *sizes, norms[0].eps if norms else 0.0, self._size**-0.5)
         return attention.o_proj(seen)
 
 

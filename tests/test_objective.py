@@ -148,7 +148,7 @@ compiled = pytest.mark.skipif(kernels() is None, reason="no compiler here")
 
 
 @compiled
-@pytest.mark.parametrize("weights", [{"kl": 1.0}, {"ce": 0.4}, {"kl": 0.7, "ce": 0.3}], ids=str)
+@pytest.mark.parametrize("weights", [{"kl": 1.0}, {"ce": 0.4}, {"kl": 0.7, "ce": 0.3, "smooth_l1": 1.0}], ids=str)
 @pytest.mark.parametrize("vocab", [5, 64, 250, 4096])
 def test_rows_that_kernels_take_are_those_of_the_definition(weights: dict[str, float], vocab: int) -> None:
     """Of three depths, some rows that do not count, factors, ids behind the vocabulary that stay as they are."""

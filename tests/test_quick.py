@@ -95,8 +95,11 @@ def test_a_compiled_step_is_the_layers_own(asked: dict, qk_norm: bool, monkeypat
 
 @compiled
 @pytest.mark.parametrize("asked", ATTENDING.values(), ids=ATTENDING)
+@pytest.mark.parametrize("slices", [1024, 3])
 @torch.no_grad()
-def test_what_is_decoded_is_the_targets_and_drafts_are_the_layers_own(asked: dict) -> None:
+def test_what_is_decoded_is_the_targets(asked: dict, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.models.target.SLICE", slices)
+    monkeypatch.setattr("paceline.decode.tree.SLICE", slices)
     target = half_target("llama")
     target.exact()
     prompts = [[5, 9, 2, 40, 9], [3], [7, 7, 8, 1, 30, 22, 9]]
@@ -119,6 +122,17 @@ def test_layers_go_on_by_themselves_where_kernels_cannot() -> None:
     learning = slow.requires_grad_(True)
     quicken(learning)
     assert not any("forward" in vars(part) for part in learning.modules() if isinstance(part, RMSNorm))
+
+
+@compiled
+@torch.no_grad()
+def test_a_copy_of_a_drafter_computes_with_weights_of_its_own() -> None:
+    target = half_target("llama")
+    drafter = pair(target, **ATTENDING["eagle3"])[1]
+    copied = copy.deepcopy(drafter)
+    drafter.norm.weight.zero_()  # type: ignore[operator, union-attr]
+    x = torch.randn(1, 2, target.hidden).bfloat16()
+    assert not drafter.norm(x).any() and copied.norm(x).any()  # type: ignore[operator]
 
 
 def test_nothing_is_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def _kernels(weights: dict[str, float], logits: Tensor, teacher: Tensor | None) 
     there = [logits] if teacher is None else [logits, teacher]
     possible = all(x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.stride(-1) == 1 for x in there)
     rows_follow = logits.stride(0) == logits.shape[1] * logits.stride(1) or len(logits) == 1
-    return kernels() if possible and rows_follow and weights.keys() <= {"kl", "ce"} else None
+    return kernels() if possible and rows_follow and weights.keys() & TERMS.keys() <= {"kl", "ce"} else None
 
 
 def _learnt_by(
