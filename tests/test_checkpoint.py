@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import checkpoint_of_target, config, contents, metrics, options
+from runs import checkpoint_of_target, config, contents, metrics, options, steps
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -138,6 +138,16 @@ def test_a_checkpoint_named_by_its_path_goes_on_elsewhere(tmp_path: Path, target
     assert [line["step"] for line in metrics(tmp_path / "run")] == [6, 8, 9, 10, 10]
     with pytest.raises(Refusal, match=f"no checkpoint there .nearest: {whole / 'checkpoints' / 'step-000010'}"):
         fit(config(tmp_path, target_folder, *TEN, f"resume={whole}", f"out={tmp_path}/third"))
+
+
+def test_a_finished_run_is_trained_on_elsewhere(tmp_path: Path, target_folder: Path, whole: Path) -> None:
+    """That it had its last step says nothing of a run that has more of them."""
+    last = f"resume={whole}/checkpoints/step-000010"
+    with pytest.raises(Refusal, match="it has taken 10 steps, and this run is to end after 10; nearest: more of train"):
+        fit(config(tmp_path, target_folder, *TEN, last))
+    fit(config(tmp_path, target_folder, *TEN, "train.steps=12", "train.log_every=1", last))
+    assert [line["step"] for line in steps(tmp_path / "run")] == [11, 12]
+    assert (tmp_path / "run" / "export" / "drafter.json").exists()
 
 
 def test_a_run_that_goes_back_to_an_earlier_checkpoint_forgets_the_later_ones(

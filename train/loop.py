@@ -86,7 +86,7 @@ def fit(cfg: Any) -> None:
     learners = trunk.learners(drafter)
     optimizer = _optimizer(cfg, trunk.groups(drafter))
     total = _total(cfg, loader)
-    begun, moments = _resumed(place, record, learners, accelerator) if place is not None else (0, {})
+    begun, moments = _resumed(place, record, learners, accelerator, total) if place is not None else (0, {})
     pace = Pace(total, cfg.train.minutes, begun, record.seconds)
     drafter.to(accelerator.device).borrow(trunk.live)
     step = trunk.step(drafter, cfg.train.chunk, target.vocab)
@@ -242,12 +242,23 @@ def _save(cfg: Any, record: Record, number: int, learners: Any, optimizer: Any, 
     accelerator.wait_for_everyone()
 
 
-def _resumed(place: Path, record: Record, learners: Any, accelerator: Accelerator) -> tuple[int, dict[str, Any]]:
-    """Steps already taken, with weights and generators put back, and the moments that the optimiser is to be given."""
+def _resumed(
+    place: Path, record: Record, learners: Any, accelerator: Accelerator, total: int
+) -> tuple[int, dict[str, Any]]:
+    """Steps already taken, with weights and generators put back, and the moments that the optimiser is to be given.
+
+    Raises Refusal where another run's are as many as this one has in `total`: it would end without an export.
+    """
     state, moments = checkpoint.load(
         place, learners, accelerator.process_index, accelerator.num_processes, accelerator.device
     )
     record.restore(state, place)
+    if state["step"] >= total and not record.ended:
+        raise Refusal(
+            f"resume={place}: it has taken {state['step']} steps, and this run is to end after {total}; "
+            "nearest: more of train.steps, train.epochs or train.tokens",
+            common=True,
+        )
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     return state["step"], moments

@@ -155,7 +155,8 @@ class Record:
         self._pending, self.coverage = state["pending"], state.get("coverage")  # the first checkpoints had none
         # not in the checkpoint: its bytes do not depend on clocks. The first lines had none
         known = [line.get("seconds", 0.0) for line in self._lines() if line["step"] <= state["step"]]
-        self.seconds, self.ended = max(known, default=0.0), state.get("ended", False)
+        self.seconds = max(known, default=0.0)
+        self.ended = state.get("ended", False) and self._own(place)  # that another run had its last says nothing here
         if state["best"] is not None and (self.out / "export").exists():  # not so where `out` is another run's folder
             self.best, self.best_step = state["best"], state["best_step"]
         self.console.print(f"resumed from {place}: step {state['step']}, {self.tokens} tokens seen")
