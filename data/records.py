@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -232,13 +233,20 @@ def existing(path: str | Path, option: str, also: Sequence[str] = ()) -> Path:
     raise BadData(f"{option}: no file {path.absolute()}{hint}")
 
 
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character that JSON escapes as two
+
+
 def json_lines(path: Path, option: str = "data.path") -> Iterator[tuple[int, Any]]:
-    """(line number from 1, record) of a .jsonl or .jsonl.gz; a line that is no JSON gives its ValueError as record."""
+    """(line number from 1, record) of a .jsonl or .jsonl.gz; a line that is no JSON, or holds text that no tokenizer
+    reads, gives its ValueError as record."""
     for number, line in _lines(path, option):
         if line.strip():
             try:
-                yield number, json.loads(line)
-            except ValueError as error:  # bad JSON or bad UTF-8
+                record = json.loads(line)
+                if _HALF.search(line):  # most are pairs: written out, half a pair is none
+                    json.dumps(record, ensure_ascii=False).encode()
+                yield number, record
+            except ValueError as error:  # bad JSON, bad UTF-8 or half a character
                 yield number, error
 
 
@@ -360,6 +368,8 @@ class _Unusable(Exception):
 
 
 def _record(raw: Any) -> Record:
+    if isinstance(raw, UnicodeEncodeError):
+        raise _Unusable("half of an escaped character")
     if isinstance(raw, ValueError):
         raise _Unusable("invalid JSON")
     if not isinstance(raw, dict):

@@ -14,7 +14,7 @@ import torch
 
 from paceline.conf.entry import load as config
 from paceline.data.conversations import BadData, Dataset, load, load_tokenizer
-from paceline.data.records import Record, Skipped, Source, mixed, parsed, read
+from paceline.data.records import Record, Skipped, Source, asked, mixed, parsed, read
 from paceline.data.rows import Example, Rows, Writer, kept
 from paceline.models.errors import Refusal
 
@@ -135,6 +135,19 @@ def test_a_folder_is_read_file_by_file_and_a_bad_line_is_found_in_its_file(token
     assert data.skipped.reasons == {"no messages": ["a.jsonl:2"]}
     with pytest.raises(BadData, match=r"data\.path: no \.parquet in /"):
         load(tokenizer, "parquet", str(tmp_path))
+
+
+@pytest.mark.parametrize("read_by", ["answers", "questions"])
+def test_half_an_escaped_character_costs_its_line_not_the_run(tokenizer: Any, tmp_path: Path, read_by: str) -> None:
+    """JSON may escape one half of a pair alone, as text cut within an emoji has it: no tokenizer reads that."""
+    halves = [chat("cut \ud83d"), chat("a", "\ude00"), {"messages": [ASK, SAY], "tools": [{"name": "\udbff"}]}]
+    file = lines(tmp_path / "chats.jsonl", chat("whole \N{GRINNING FACE}"), *halves)
+    assert b"\\ud83d\\ude00" in file.read_bytes()  # a pair is a character
+    skipped = Skipped()
+    found = list(read([Source("jsonl", str(file))], skipped, parse=asked if read_by == "questions" else parsed)[0])
+    assert [record.messages[0]["content"] for _, record in found] == ["whole \N{GRINNING FACE}"]
+    assert skipped.reasons == {"half of an escaped character": [2, 3, 4]}
+    assert len(load(tokenizer, "jsonl", str(file), held_out=0).train) == 1
 
 
 def test_plain_text_is_supervised_whole_and_long_documents_become_rows(tokenizer: Any, tmp_path: Path) -> None:
