@@ -266,7 +266,8 @@ def _paragraphs(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _text(lines: list[bytes]) -> Any:
     try:
-        return {"text": b"".join(lines).decode().rstrip("\n")}
+        # Windows begins a file with a mark and ends lines otherwise: nobody wrote that
+        return {"text": b"".join(lines).replace(b"\r\n", b"\n").decode("utf-8-sig").rstrip("\n")}
     except ValueError as error:
         return error
 

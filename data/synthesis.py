@@ -106,7 +106,7 @@ def beginnings(how: str) -> list[str]:
     if how == "free":
         return [""]
     file = BEGINNINGS if how == "varied" else Path(how)
-    lines = [line.replace("\\n", "\n") for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line.replace("\\n", "\n") for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     if not lines:
         raise BadData(f"begin={how}: the file has no lines; nearest: varied")
     return lines

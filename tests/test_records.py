@@ -17,6 +17,7 @@ from paceline.data.conversations import BadData, Dataset, load, load_tokenizer
 from paceline.data.records import Record, Skipped, Source, asked, mixed, parsed, read
 from paceline.data.rows import Example, Rows, Writer, kept
 from paceline.models.errors import Refusal
+from paceline.data.synthesis import beginnings
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 ASK, SAY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -160,6 +161,16 @@ def test_plain_text_is_supervised_whole_and_long_documents_become_rows(tokenizer
 
 
 def test_what_the_tokenizer_puts_before_plain_text_is_not_supervised(tmp_path: Path) -> None:
+def test_files_of_windows_say_what_they_say_elsewhere(tokenizer: Any, tmp_path: Path) -> None:
+    book, chats, begin = (tmp_path / name for name in ("book.txt", "chats.jsonl", "begin.txt"))
+    book.write_bytes(b"\xef\xbb\xbfOne line.\r\nAnother.\r\n\r\nNext.\r\n")
+    assert texts(tokenizer, load(tokenizer, "text", str(book), held_out=0)) == ["One line.\nAnother.", "Next."]
+    chats.write_bytes(b"\xef\xbb\xbf" + json.dumps(chat("a")).encode() + b"\r\n")
+    assert len(load(tokenizer, "jsonl", str(chats), held_out=0).train) == 1
+    begin.write_bytes(b"\xef\xbb\xbfWrite\r\nSum\r\n")
+    assert beginnings(str(begin)) == ["Write", "Sum"]
+
+
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = load_tokenizer(TINY)
