@@ -349,7 +349,7 @@ def _written(
             (rest if out else train).add(row)
             supervised += 0 if out else int(row.supervised.sum())
         cut += 0 if out else beyond
-        if out and record.messages:
+        if out and rows and record.messages:  # what the template refuses cannot be asked either
             chats.append(record)
         count, aside = count + 1, aside + out
         digest.update(json.dumps(record._asdict(), sort_keys=True).encode())
