@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.data.records import (
@@ -31,6 +32,7 @@ from paceline.data.records import (
     Source,
     asked,
     existing,
+    first_line,
     json_lines,
     read,
     set_aside,
@@ -298,7 +300,7 @@ def load(
     held out is chosen by a hash of the first user turn: order and limit never move a conversation into training.
     Rows are written to the folder `cache` under a name made of everything that changes them, and found there the next
     time; without it, to a folder that goes with the Dataset. Either way memory does not grow with the data.
-    Raises BadData, also when nothing would be supervised.
+    Raises BadData, also when nothing would be supervised, or a folder cannot be written.
     """
     sources = [Source(**p) for p in parts] if source == "mixture" else [Source(source, path, split, streaming)]
     if not sources:
@@ -317,15 +319,21 @@ def load(
             provenance["parts"] = [part._asdict() for part in sources]
         return about | {"provenance": provenance}
 
-    if cache is None or content is None:
-        work = tempfile.TemporaryDirectory(prefix=".")
-        return _dataset(Path(work.name), made(Path(work.name)), work)
-    entry = Path(cache) / _key(tokenizer, content, template, settings)
-    if (about := kept(entry)) is None:
-        with making(entry) as folder:
-            if (about := kept(entry)) is None:  # no other process has made it meanwhile
-                about = made(folder)
-                keep(folder, entry, about)
+    try:
+        if cache is None or content is None:
+            work = tempfile.TemporaryDirectory(prefix=".")
+            return _dataset(Path(work.name), made(Path(work.name)), work)
+        entry = Path(cache) / _key(tokenizer, content, template, settings)
+        if (about := kept(entry)) is None:
+            with making(entry) as folder:
+                if (about := kept(entry)) is None:  # no other process has made it meanwhile
+                    about = made(folder)
+                    keep(folder, entry, about)
+    except (OSError, SafetensorError) as error:
+        place = cache or tempfile.gettempdir()
+        raise BadData(
+            f"data.cache: {place} cannot be written ({first_line(error)}); nearest: another folder"
+        ) from error
     return _dataset(entry, about)
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from paceline.conf.entry import load as config
 from paceline.data.conversations import BadData, Dataset, load, load_tokenizer
 from paceline.data.records import Record, Skipped, Source, asked, mixed, parsed, read
 from paceline.data.rows import Example, Rows, Writer, kept
-from paceline.models.errors import Refusal
 from paceline.data.synthesis import beginnings
+from paceline.models.errors import Refusal
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 ASK, SAY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -160,7 +161,6 @@ def test_plain_text_is_supervised_whole_and_long_documents_become_rows(tokenizer
     assert data.held_out_conversations == []
 
 
-def test_what_the_tokenizer_puts_before_plain_text_is_not_supervised(tmp_path: Path) -> None:
 def test_files_of_windows_say_what_they_say_elsewhere(tokenizer: Any, tmp_path: Path) -> None:
     book, chats, begin = (tmp_path / name for name in ("book.txt", "chats.jsonl", "begin.txt"))
     book.write_bytes(b"\xef\xbb\xbfOne line.\r\nAnother.\r\n\r\nNext.\r\n")
@@ -171,6 +171,7 @@ def test_files_of_windows_say_what_they_say_elsewhere(tokenizer: Any, tmp_path: 
     assert beginnings(str(begin)) == ["Write", "Sum"]
 
 
+def test_what_the_tokenizer_puts_before_plain_text_is_not_supervised(tmp_path: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = load_tokenizer(TINY)
@@ -365,6 +366,20 @@ with making(entry) as folder:
         time.sleep(600 if how == "killed" else 1)
         keep(folder, entry, {"by": how})
 """
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    file = lines(tmp_path / "chats.jsonl", chat("a"))
+    with pytest.raises(BadData, match=r"^data\.cache: \S*/chats\.jsonl cannot be written \(.*Not a directory.*\)"):
+        load(tokenizer, "jsonl", str(file), held_out=0, cache=file)
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("paceline.data.rows.save_file", full)
+    for cache, place in ((tmp_path / "cache", "cache"), (None, "")):
+        with pytest.raises(BadData, match=rf"^data\.cache: \S*{place} cannot be written \(No space left on device\)"):
+            load(tokenizer, "jsonl", str(file), held_out=0, cache=cache)
 
 
 def test_processes_that_want_the_same_rows_have_them_made_once_and_what_a_kill_leaves_goes_away(tmp_path: Path) -> None:
