@@ -21,6 +21,15 @@ from paceline.models.errors import Refusal
 
 
 def run(cfg: Any) -> None:
+    from paceline.models.stored import alone
+
+    out = Path(cfg.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with alone(out):  # two would write every conversation twice
+        _synthesize(cfg, out)
+
+
+def _synthesize(cfg: Any, out: Path) -> None:
     from rich.console import Console
 
     from paceline.data.conversations import Skipped, load_tokenizer, set_aside
@@ -35,7 +44,6 @@ def run(cfg: Any) -> None:
     skipped = Skipped(where=str(cfg.given.path))
     starts, content = _starts(cfg, skipped)
     engine, written_by, tokens = engine_of(cfg, tokenizer)
-    out = Path(cfg.out)
     made = out / "made"
     about = _provenance(cfg, tokenizer, content) | written_by
     _same(out, made / "provenance.json", about)

@@ -19,6 +19,7 @@ from torch import nn
 from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Example
 from paceline.models.errors import Refusal
+from paceline.models.stored import alone
 from paceline.train import checkpoint, loop
 from paceline.train.loop import fit
 
@@ -138,6 +139,27 @@ def test_a_checkpoint_named_by_its_path_goes_on_elsewhere(tmp_path: Path, target
     assert [line["step"] for line in metrics(tmp_path / "run")] == [6, 8, 9, 10, 10]
     with pytest.raises(Refusal, match=f"no checkpoint there .nearest: {whole / 'checkpoints' / 'step-000010'}"):
         fit(config(tmp_path, target_folder, *TEN, f"resume={whole}", f"out={tmp_path}/third"))
+
+
+def test_a_folder_is_one_run_s_alone_while_it_trains(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cfg = tmp_path / "run", config(tmp_path, target_folder, "resume=true")
+    run.mkdir()
+    with alone(run), pytest.raises(Refusal, match=f"out={run}: another process is writing there; give another out"):
+        fit(cfg)
+    assert not any(run.iterdir())
+    update = loop._update
+
+    def meanwhile(*args: Any) -> dict[str, Any]:
+        with pytest.raises(Refusal, match="another process is writing there"), alone(run):
+            pass
+        return update(*args)
+
+    monkeypatch.setattr(loop, "_update", meanwhile)
+    fit(cfg)
+    with alone(run):
+        assert [line["step"] for line in steps(run)] == [1, 2, 3]
 
 
 def test_a_finished_run_is_trained_on_elsewhere(tmp_path: Path, target_folder: Path, whole: Path) -> None:

@@ -31,6 +31,7 @@ from paceline.data.synthesis import (
 )
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
+from paceline.models.stored import alone
 from paceline.scripts.synthesize import run
 
 MIX = Mix([1.0], 1.0, [16])
@@ -314,6 +315,8 @@ def test_the_script_goes_on_where_it_stopped_and_only_as_it_was_begun(tmp_path: 
     assert about["target_fingerprint"]
     training = load_data(load_tokenizer(folder("tiny")), "jsonl", str(out), held_out=0.4)
     assert (len(training.train), len(training.held_out)) == (len(lines(out)), 0), "one hash decides in both places"
+    with alone(out), pytest.raises(Refusal, match=f"out={out}: another process is writing there"):
+        run(load("synthesize", *SMALL, "count=4", "held_out=0.4", f"out={out}"))
     with pytest.raises(Refusal, match="begun with begin=varied, not free"):
         run(load("synthesize", *SMALL, "count=4", "begin=free", "held_out=0.4", f"out={out}"))
 

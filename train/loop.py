@@ -96,7 +96,7 @@ def fit(cfg: Any) -> None:
     checkpoint.give(moments, learners, optimizer.optimizer)
     # not at once: processes that have parted do not meet again, and --multirun may have another run for them
     atexit.register(PartialState().destroy_process_group)
-    with record.running(begun, total, drafter, trunk, data), _signals() as signals:
+    with record.alone(), record.running(begun, total, drafter, trunk, data), _signals() as signals:
         for number, parts in _steps(loader, total if record.ended else begun, total):
             at, last = _agreed(cfg, pace.at(number, record.seconds))
             trunk.turn(at, total)

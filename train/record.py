@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -28,6 +28,7 @@ from paceline.decode.pages import training_page
 from paceline.models.drafter import Drafter
 from paceline.models.errors import Refusal
 from paceline.models.export import save_export
+from paceline.models.stored import alone
 from paceline.train import checkpoint
 from paceline.train.trunk import Trunk
 from paceline.train.yardstick import Measurement
@@ -113,7 +114,11 @@ class Record:
             if different:
                 return Refusal(f"{different}: start afresh in another out, the run in out={out} is not like that")
         out.mkdir(parents=True, exist_ok=True)
-        return str(out.absolute())
+        try:
+            with alone(out):  # asked before the target loads; it is kept for oneself once something is written
+                return str(out.absolute())
+        except Refusal as refusal:
+            return refusal
 
     def resume_from(self) -> Path | None:
         """The checkpoint to go on from; None to start afresh (said, where a resumption was asked for)."""
@@ -179,6 +184,10 @@ class Record:
     def show_features(self, line: str) -> None:
         """Where the target's states come from, and what that costs."""
         self.console.print(f"[bold]features[/]: {line}", highlight=False)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """As long as nobody else may write into the folder. Raises Refusal where another run does."""
+        return alone(self.out) if self.main else nullcontext()
 
     @contextmanager
     def running(self, begun: int, total: int, drafter: Drafter, trunk: Trunk, data: Dataset) -> Iterator[None]:
