@@ -42,7 +42,7 @@ from paceline.train.pace import Pace
 from paceline.train.record import Record
 from paceline.train.step import TrainStep
 from paceline.train.trunk import Trunk, trunk_of, waits
-from paceline.train.yardstick import Yardstick
+from paceline.train.yardstick import Yardstick, decodable
 
 # How long processes wait for each other. The first alone decodes and writes, which may take longer than the 10 minutes
 # that NCCL grants; one that died is noticed by who started it, not by this.
@@ -64,15 +64,16 @@ def fit(cfg: Any) -> None:
         where, cfg.dtype, str(accelerator.device), len(tokenizer), cfg.target.quantize, cfg.target.trust_remote_code
     )
     record.begun_with = {"data.path": data.provenance["sha256"], "target.path": target.fingerprint}
-    _check_window(data, target.window)
-    # its prompts are looked over before anything is computed
-    yardstick = Yardstick(cfg, tokenizer, data, target.window) if accelerator.is_main_process else None
+    _check_readable(data, target)
     place = record.resume_from()
     drafter = _drafter(cfg, target, data, tokenizer, record, afresh=place is None)
     if drafter.window is not None and cfg.data.max_length > drafter.window:
         raise Refusal(
             f"data.max_length: {cfg.data.max_length}, but this draft model's window is {drafter.window} tokens; "
             f"nearest: {drafter.window}"
+    # its prompts are looked over before anything is computed
+    window = decodable(target, drafter, cfg.decode)
+    yardstick = Yardstick(cfg, tokenizer, data, window) if accelerator.is_main_process else None
         )
     loader = Loader(
         data.train,
