@@ -35,6 +35,7 @@ from paceline.models.errors import Refusal
 from paceline.models.export import load_export
 from paceline.models.medusa import MedusaOptions
 from paceline.models.target import DTYPES, Target
+from paceline.scripts import cache_features
 from paceline.train import loop, objective, yardstick
 from paceline.train.loop import fit
 from paceline.train.record import Record
@@ -404,6 +405,26 @@ def test_what_a_targets_window_cannot_hold_is_refused_or_left_out_before_the_fir
     assert prompts(None) == [30, 33] and prompts(91) == [30]
     # with nothing held out the bundled ones are asked, here those of at most 102 tokens
     assert prompts(162, "data.held_out=0.0", "eval.held_out_prompts=9") == [78, 100, 100, 102]
+
+
+def test_text_with_an_id_that_the_target_has_no_row_for_is_refused(tmp_path: Path, target_folder: Path) -> None:
+    """As where a token was added to a tokenizer, and its table stayed as it was."""
+    target = shutil.copytree(target_folder, tmp_path / "target")
+    small = Target.load(str(target), "float32").model
+    small.resize_token_embeddings(258)  # the end of a turn is id 258
+    small.save_pretrained(target)
+    for program, run in (("medusa", fit), ("cache_features", cache_features.run)):
+        with pytest.raises(Refusal, match=r"data\.path: the text has id 258, its table has 258 rows"):
+            run(config(tmp_path, target, f"data.features_in={tmp_path}/features", program=program))
+
+
+def test_where_no_round_is_played_the_latest_weights_are_exported(tmp_path: Path, target_folder: Path) -> None:
+    """Held-out answers of one token say nothing of drafts: the first weights are not the best for that."""
+    fit(config(tmp_path, target_folder, "eval.max_new_tokens=1", "eval.every=1"))
+    run = tmp_path / "run"
+    about = json.loads((run / "export" / "drafter.json").read_text())
+    assert about["provenance"]["step"] == 3 and about["acceptance"]["mean_acceptance_length"] is None
+    assert not any("mean_acceptance_length" in line for line in metrics(run))
 
 
 def test_held_out_prompts_are_decoded_a_few_at_a_time_and_found_to_be_worth_the_same(

@@ -215,8 +215,9 @@ class Record:
         if self.main:
             self._page()
             draw(self.out, self._lines())
+            found = f"best mean acceptance length {self.best:.3f} at step {self.best_step}"
             self.console.print(
-                f"done: best mean acceptance length {self.best:.3f} at step {self.best_step}; "
+                f"done: {found if self.best > -math.inf else 'no draft was judged'}; "
                 f"export in {self.out / 'export'}, curves in {self.out / 'training.html'}",
                 highlight=False,
             )
@@ -304,20 +305,27 @@ class Record:
 
     def measured(self, number: int, found: Measurement, drafter: Drafter, trunk: Trunk, data: Dataset) -> None:
         """Take note of a decode of the held-out prompts; the best drafter so far becomes the export."""
-        length = found.acceptance.mean_acceptance_length or 0.0
-        better = length > self.best
-        told: dict[str, Any] = {"step": number, "tokens": self.tokens, "mean_acceptance_length": length}
+        length = found.acceptance.mean_acceptance_length
+        # where no round was played, which says nothing, the latest is exported
+        better = self.best == -math.inf if length is None else length > self.best
+        told: dict[str, Any] = {"step": number, "tokens": self.tokens}
+        told |= {} if length is None else {"mean_acceptance_length": length}
         told |= {"held_out_accuracy": found.accuracy, "held_out_text_accuracy": found.text_accuracy}
         drift = {} if found.drift is None else {f"trunk_{name}": value for name, value in found.drift.as_dict().items()}
         self._write(told | drift)
-        self.console.print(
-            f"step {number}: mean acceptance length [bold]{length:.3f}[/] on held-out prompts "
-            f"(accuracy {_short(found.accuracy, 3)}){' - best so far, exported' if better else ''}",
-            highlight=False,
-        )
+        if length is None:
+            said = "[yellow]no draft was judged, held-out answers end with their first token[/]"
+            said += " - the latest, exported" * better
+        else:
+            said = (
+                f"mean acceptance length [bold]{length:.3f}[/] on held-out prompts "
+                f"(accuracy {_short(found.accuracy, 3)}){' - best so far, exported' if better else ''}"
+            )
+        self.console.print(f"step {number}: {said}", highlight=False)
         self._page()
         if better:
-            self.best, self.best_step = length, number
+            if length is not None:
+                self.best, self.best_step = length, number
             with checkpoint.writing(self.out / "export"):
                 self._export(number, found, drafter, trunk, data)
         self._clock = time.monotonic()  # decoding is no training time
