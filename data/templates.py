@@ -65,6 +65,12 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTr
     return tokenizer
 
 
+def known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many ids from 0 on lead up to the last that the tokenizer knows: where it leaves some out, it has fewer
+    tokens."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 of the chat template's text: two runs whose hashes differ saw differently rendered conversations."""
     return hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()

@@ -311,6 +311,16 @@ class Target(nn.Module):
         self._within_window(capacity, "prompt + new tokens + tree", "shorten the prompt or lower max_new_tokens")
         return Cache(batch, capacity, self.device)
 
+    def check_ids(self, ids: Sequence[int], whose: str) -> None:
+        """Raises Refusal for the first of `whose` ids that has no row here: a pass would fail inside a kernel."""
+        rows = self.config.vocab_size
+        wrong = next((i for i in ids if not 0 <= i < rows), None)
+        if wrong is not None:
+            raise Refusal(
+                f"target={self.source}: {whose} id {wrong}, its table has {rows} rows: that is another tokenizer's, or "
+                "of a token that was added and given no row"
+            )
+
     def embed(self, ids: Tensor) -> Tensor:
         """[...] ids -> [..., H], what layer 0 reads, the model's own multiplier included."""
         out = self.model.get_input_embeddings()(ids)

@@ -97,7 +97,7 @@ def first_asked(record: dict[str, Any]) -> str:
 
 def engine_of(cfg: Any, tokenizer: Any) -> tuple[Any, dict[str, Any], Callable[[], int]]:
     """Who writes, what there is to say of it as provenance, and a count of the tokens it has written."""
-    from paceline.data.conversations import stop_ids
+    from paceline.data.conversations import known_ids, stop_ids
 
     stops = stop_ids(tokenizer)
     if cfg.engine == "server":
@@ -127,7 +127,7 @@ def engine_of(cfg: Any, tokenizer: Any) -> tuple[Any, dict[str, Any], Callable[[
     asked = cfg.target
     device = device_of(asked.device)
     where = folder(asked.name, asked.path)
-    target = Target.load(where, cfg.dtype, device, len(tokenizer), asked.quantize, asked.trust_remote_code)
+    target = Target.load(where, cfg.dtype, device, known_ids(tokenizer), asked.quantize, asked.trust_remote_code)
     writer = Writer(target, cfg.batch, stops, cfg.seed)
     about = {"target_fingerprint": target.fingerprint, "dtype": cfg.dtype}
     return local(writer, tokenizer), about, lambda: writer.tokens

@@ -30,8 +30,8 @@ from accelerate.utils import (
 from torch.distributed.tensor import DTensor
 
 from paceline.data.batch import Batch, Loader
-from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
-from paceline.data.rows import lengths
+from paceline.data.conversations import Dataset, draft_vocabulary, known_ids, load, load_tokenizer, stop_ids
+from paceline.data.rows import highest, lengths
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
@@ -60,9 +60,8 @@ def fit(cfg: Any) -> None:
     data = load(tokenizer, **cfg.data.keywords())
     record.show_data(data, tokenizer)
 
-    target = Target.load(
-        where, cfg.dtype, str(accelerator.device), len(tokenizer), cfg.target.quantize, cfg.target.trust_remote_code
-    )
+    device, ids = str(accelerator.device), known_ids(tokenizer)
+    target = Target.load(where, cfg.dtype, device, ids, cfg.target.quantize, cfg.target.trust_remote_code)
     record.begun_with = {"data.path": data.provenance["sha256"], "target.path": target.fingerprint}
     _check_readable(data, target)
     place = record.resume_from()
@@ -71,10 +70,10 @@ def fit(cfg: Any) -> None:
         raise Refusal(
             f"data.max_length: {cfg.data.max_length}, but this draft model's window is {drafter.window} tokens; "
             f"nearest: {drafter.window}"
+        )
     # its prompts are looked over before anything is computed
     window = decodable(target, drafter, cfg.decode)
     yardstick = Yardstick(cfg, tokenizer, data, window) if accelerator.is_main_process else None
-        )
     loader = Loader(
         data.train,
         cfg.train.batch_tokens,
@@ -168,8 +167,10 @@ def _compiles(cfg: Any, device: torch.device) -> bool:
     return able
 
 
-def _check_window(data: Dataset, window: int | None) -> None:
-    """Refusal: the target cannot read the longest text, which would be met only in the step that holds it."""
+def _check_readable(data: Dataset, target: Target) -> None:
+    """Refusal: the target cannot read the longest text, or an id, which would be met only in the step that holds it."""
+    target.check_ids([max(highest(data.train), highest(data.held_out))], "data.path: the text has")
+    window = target.window
     longest = max([*lengths(data.train), *lengths(data.held_out)])
     if window is not None and longest > window:
         raise Refusal(
