@@ -78,7 +78,10 @@ class Record:
         self.skipped = self.empty = 0  # optimiser steps whose gradients were not finite, or that had nothing to learn
         told: list[Any] = [None]
         if self.main:
-            told = [self._opened()]
+            try:
+                told = [self._opened()]
+            except OSError as error:
+                told = [Refusal(f"out: cannot be written ({error}); give another out")]
         broadcast_object_list(told)
         if isinstance(told[0], Refusal):
             told[0].common = True
