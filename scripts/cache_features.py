@@ -37,7 +37,7 @@ def run(cfg: Any) -> None:
     tokenizer = load_tokenizer(where, asked.trust_remote_code)
     data = load(tokenizer, **cfg.data.keywords())
     target = Target.load(where, cfg.dtype, device, known_ids(tokenizer), asked.quantize, asked.trust_remote_code)
-    target.check_ids([highest(data.train)], "data.path: the text has")
+    target.check_texts(max(lengths(data.train)), highest(data.train))
     taps = (warm_start(cfg.method, target)[0] if cfg.method.init_from else cfg.method.fitted(target)).taps
     train = cfg.train
     loader = Loader(data.train, train.batch_tokens, train.accumulate * cfg.processes, seed=cfg.seed)

@@ -128,6 +128,11 @@ def engine_of(cfg: Any, tokenizer: Any) -> tuple[Any, dict[str, Any], Callable[[
     device = device_of(asked.device)
     where = folder(asked.name, asked.path)
     target = Target.load(where, cfg.dtype, device, known_ids(tokenizer), asked.quantize, asked.trust_remote_code)
+    if target.window is not None and cfg.max_length > target.window:
+        raise Refusal(
+            f"max_length: {cfg.max_length}, but this target's window is {target.window} tokens; "
+            f"nearest: {target.window}"
+        )
     writer = Writer(target, cfg.batch, stops, cfg.seed)
     about = {"target_fingerprint": target.fingerprint, "dtype": cfg.dtype}
     return local(writer, tokenizer), about, lambda: writer.tokens

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import checkpoint_of_target, windowed
 
 from paceline.conf.entry import load
 from paceline.data.conversations import BadData, Record, asked, load_tokenizer
@@ -334,6 +335,15 @@ def test_the_script_goes_on_where_it_stopped_and_only_as_it_was_begun(tmp_path: 
 def test_options_that_contradict_each_other_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(Refusal, match=message):
         load("synthesize", *options)
+
+
+def test_texts_longer_than_the_targets_window_are_refused_before_the_first_is_written(tmp_path: Path) -> None:
+    """Else the run would end with the first long prompt, and could not be gone on with under another max_length."""
+    target = windowed(tmp_path / "target", checkpoint_of_target(tmp_path / "wide"), 100)
+    words = [*SMALL, "target=hf", f"target.path={target}", f"out={tmp_path}/out", "count=1"]
+    with pytest.raises(Refusal, match="max_length: 101, but this target's window is 100 tokens; nearest: 100"):
+        run(load("synthesize", *words, "max_length=101"))
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_plain_records_have_nobody_who_asks() -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from runs import VOCAB, checkpoint_of_target, config, contents, digest, metrics, steps
+from runs import VOCAB, checkpoint_of_target, config, contents, digest, metrics, steps, windowed
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -372,15 +372,6 @@ def test_a_batch_with_nothing_supervised_is_as_if_it_were_absent(target_folder: 
     assert not news["empty"] and all(twice[name].equal(around[name]) for name in twice)
 
 
-def windowed(folder: Path, target_folder: Path, window: int) -> Path:
-    """The same target with a window of so many tokens."""
-    shutil.copytree(target_folder, folder)
-    about = json.loads((folder / "config.json").read_text())
-    about |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
-    (folder / "config.json").write_text(json.dumps(about))
-    return folder
-
-
 def test_what_a_targets_window_cannot_hold_is_refused_or_left_out_before_the_first_step(
     tmp_path: Path, target_folder: Path
 ) -> None:
@@ -393,6 +384,8 @@ def test_what_a_targets_window_cannot_hold_is_refused_or_left_out_before_the_fir
     narrow = windowed(tmp_path / "narrow", target_folder, 90)
     with pytest.raises(Refusal, match=r"data.max_length: the longest text has 91 tokens, .* 90; nearest: 90"):
         fit(config(tmp_path, narrow, f"out={tmp_path}/long"))
+    with pytest.raises(Refusal, match=r"data.max_length: the longest text has 91 tokens, .* 90; nearest: 90"):
+        cache_features.run(config(tmp_path, narrow, "data.held_out=0.0", program="cache_features"))
     assert not list((tmp_path / "long").iterdir())
 
     tokenizer = load_tokenizer(target_folder)

@@ -63,7 +63,8 @@ def fit(cfg: Any) -> None:
     device, ids = str(accelerator.device), known_ids(tokenizer)
     target = Target.load(where, cfg.dtype, device, ids, cfg.target.quantize, cfg.target.trust_remote_code)
     record.begun_with = {"data.path": data.provenance["sha256"], "target.path": target.fingerprint}
-    _check_readable(data, target)
+    for texts in (data.train, data.held_out):
+        target.check_texts(max(lengths(texts), default=0), highest(texts))
     place = record.resume_from()
     drafter = _drafter(cfg, target, data, tokenizer, record, afresh=place is None)
     if drafter.window is not None and cfg.data.max_length > drafter.window:
@@ -165,18 +166,6 @@ def _compiles(cfg: Any, device: torch.device) -> bool:
         asked = f"train.compile={str(cfg.train.compile).lower()}"
         raise Refusal(f"{asked} needs a compiler, and there is no {names[1]}; nearest: train.compile=auto")
     return able
-
-
-def _check_readable(data: Dataset, target: Target) -> None:
-    """Refusal: the target cannot read the longest text, or an id, which would be met only in the step that holds it."""
-    target.check_ids([max(highest(data.train), highest(data.held_out))], "data.path: the text has")
-    window = target.window
-    longest = max([*lengths(data.train), *lengths(data.held_out)])
-    if window is not None and longest > window:
-        raise Refusal(
-            f"data.max_length: the longest text has {longest} tokens, this target's window is {window}; "
-            f"nearest: {window}"
-        )
 
 
 def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Record, afresh: bool) -> Drafter:
