@@ -336,7 +336,9 @@ def load(
         raise BadData(
             f"data.cache: {place} cannot be written ({first_line(error)}); nearest: another folder"
         ) from error
-    return _dataset(entry, about)
+    # the same content may have been met elsewhere before
+    about["provenance"] |= {"source": source, "path": path, "split": split}
+    return _dataset(entry, about | {"where": where})
 
 
 def _written(

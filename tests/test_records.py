@@ -368,6 +368,14 @@ with making(entry) as folder:
 """
 
 
+def test_a_cache_names_the_file_that_was_asked_for(tokenizer: Any, tmp_path: Path) -> None:
+    for name in ("here.jsonl", "there.jsonl"):
+        file = lines(tmp_path / name, chat("a"), "none")
+        data = load(tokenizer, "jsonl", str(file), held_out=0, cache=tmp_path / "cache")
+        assert data.provenance["path"] == str(file) and f"records of {file}:" in str(data.skipped)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
 def test_a_cache_that_cannot_be_written_is_refused(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
     file = lines(tmp_path / "chats.jsonl", chat("a"))
     with pytest.raises(BadData, match=r"^data\.cache: \S*/chats\.jsonl cannot be written \(.*Not a directory.*\)"):
