@@ -312,7 +312,18 @@ def _hub(source: Source) -> tuple[Iterator[Found], str | None]:
     except Exception as error:  # the library raises many kinds, among them those of its HTTP client
         where = f"data.path: cannot load dataset {source.path!r}, split {split!r}"
         raise BadData(f"{where}: {type(error).__name__}: {first_line(error)}") from error
-    return enumerate(rows, 1), None if source.streaming else rows._fingerprint
+    return _arriving(rows, source.path), None if source.streaming else rows._fingerprint
+
+
+def _arriving(rows: Any, path: str) -> Iterator[Found]:
+    number = 0
+    try:
+        for number, row in enumerate(rows, 1):
+            yield number, row
+    except Exception as error:  # as above: a stream may break off at any row
+        raise BadData(
+            f"data.path: {path!r} breaks off after {number} rows: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

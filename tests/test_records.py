@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,18 @@ def test_hub_streams(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
     assert not (tmp_path / "cache").exists(), "what is in a stream is not known before it is read"
     with pytest.raises(BadData, match=r"data\.split: 'train\[:2\]' takes a slice"):
         load(tokenizer, "hub", str(file), split="train[:2]", streaming=True)
+
+
+def test_a_stream_that_breaks_off_is_said_in_one_line(tokenizer: Any, monkeypatch: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def rows() -> Iterator[Any]:
+        yield chat("a")
+        raise ConnectionError("the hub is gone\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda **_: rows())
+    with pytest.raises(BadData, match=r"^data\.path: 'owner/name' breaks off after 1 rows: ConnectionError: the hub"):
+        load(tokenizer, "hub", "owner/name", streaming=True, held_out=0)
 
 
 # Mixtures
