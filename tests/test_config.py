@@ -34,6 +34,7 @@ REFUSED = {
     "train.lr=[1": ["train.lr:", "cannot be read"],
 }
 ALSO_REFUSED = {
+    "decode.nodes=1": ["decode.nodes: 1 is the root alone", "nearest: 2"],
     "+train.lrr=1e-3": ["train.lrr:", "nearest: train.lr"],
     "++method.hed=4": ["method.hed:", "nearest: method.head"],
     "method={hedas: 3}": ["method.hedas:", "nearest: method.heads"],
