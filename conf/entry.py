@@ -255,8 +255,10 @@ def _plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
 def _ready(name: str, cfg: DictConfig, cwd: str) -> Section:
     """`_checked`, of a program that is about to run: what it finds can be written. Else hours may be lost."""
     checked = _checked(name, cfg, cwd)
-    for option in ("out", "to"):
-        if (folder := getattr(checked, option, None)) is not None:
+    plain = getattr(checked, "plain_file", None)
+    folders = {"out": getattr(checked, "out", None), "to": getattr(checked, "to", None)}
+    for option, folder in (folders | {"plain": plain and os.path.dirname(plain)}).items():
+        if folder is not None:
             writable(option, folder)
     return checked
 

@@ -224,6 +224,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_found_for
     }.items():
         line = refusal(monkeypatch, capsys, *words, name=name)
         assert f"out: {file}/x/y cannot be written, {file} is no folder; give another out" in line
+    line = refusal(monkeypatch, capsys, "drafter=none", f"plain={file}/x/plain.json", name="evaluate")
+    assert f"plain: {file}/x cannot be written" in line
     line = refusal(monkeypatch, capsys, f"from={tmp_path}", f"to={file}/x", "format=native", name="convert")
     assert f"to: {file}/x cannot be written" in line
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
