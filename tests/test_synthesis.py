@@ -181,18 +181,20 @@ def test_what_is_thrown_away_is_counted_with_its_reason(tokenizer: Any) -> None:
         "6": Written("  ", True),
         "7": Written(f"it is {special}", True),
         "8": Written("so it goes on and on, and " * 9, True),
+        "10": Written("what does \ud83d mean?", True),
         "9": Written("", False, "refused by the server (400)"),
     }
 
     def say(ask: Ask) -> Written:
         if ask.begin is not None:
-            return users.get(ask.chat, Written(f"{'abcdefghijk'[int(ask.chat)] * 9} is what?", True))
+            return users.get(ask.chat, Written(f"{'abcdefghijklm'[int(ask.chat)] * 9} is what?", True))
+        "11": Written("it is \ud83d", True),
         return answers.get(ask.chat, Written("an answer", True))
 
     users["3"] = Written("What is a drafter, please?", True)
     made = Synthesis(tokenizer, from_nothing([""], 1), MIX, MIX, count=2, filters=Filters(near=0.8))
     ended = list(made.run(engine(say, together=1)))
-    assert [chat for chat, record, _ in ended if record] == ["3", "10"]
+    assert [chat for chat, record, _ in ended if record] == ["3", "12"]
     assert dict(made.dropped) == {
         "user's turn too long": 1,
         "user's turn too short": 1,
@@ -201,10 +203,12 @@ def test_what_is_thrown_away_is_counted_with_its_reason(tokenizer: Any) -> None:
         "user's turn nearly written before": 1,
         "answer empty": 1,
         "answer with special tokens": 1,
+        "user's turn with half a character": 1,
         "answer repeats itself": 1,
         "refused by the server (400)": 1,
     }
 
+        "answer with half a character": 1,
 
 def test_user_turns_are_written_ahead_but_no_answer_in_vain(tokenizer: Any) -> None:
     """Every other user's turn is of no use. So more are asked than are wanted, and just as many answered."""
