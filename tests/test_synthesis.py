@@ -341,6 +341,10 @@ def test_options_that_contradict_each_other_are_refused(options: list[str], mess
         load("synthesize", *options)
 
 
+    (out / "made/provenance.json").rename(tmp_path / "elsewhere.json")
+    with pytest.raises(Refusal, match=r"holds conversations, and no made/provenance\.json of who wrote them"):
+        run(load("synthesize", *SMALL, "count=4", "held_out=0.4", f"out={out}"))
+    (tmp_path / "elsewhere.json").rename(out / "made/provenance.json")
 def test_texts_longer_than_the_targets_window_are_refused_before_the_first_is_written(tmp_path: Path) -> None:
     """Else the run would end with the first long prompt, and could not be gone on with under another max_length."""
     target = windowed(tmp_path / "target", checkpoint_of_target(tmp_path / "wide"), 100)
