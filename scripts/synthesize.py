@@ -155,7 +155,9 @@ def local(writer: Any, tokenizer: Any) -> Any:
 
         for done, new in writer.write(job):
             ended = new[-1] in writer.eos
-            yield asks.pop(done.key), Written(tokenizer.decode(new[:-1] if ended else new), ended)
+            # its own words: some tokenizers would move full stops to the word before
+            text = tokenizer.decode(new[:-1] if ended else new, clean_up_tokenization_spaces=False)
+            yield asks.pop(done.key), Written(text, ended)
 
     return engine
 
