@@ -166,15 +166,19 @@ def _usable(
     strict: bool,
     parse: Callable[[Any], tuple[Record, str]],
 ) -> Iterator[tuple[Place, Record]]:
+    some = False
     for number, raw in found:
         place = f"{prefix}{number}" if prefix else number
         record, reason = parse(raw)
         if not reason:
+            some = True
             yield place, record
         elif strict:
             raise BadData(f"data.strict: {where}:{number}: {reason}")
         else:
             skipped.add(reason, place)
+    if prefix and not some:  # with it the mixture would end, at once
+        raise BadData(f"data.parts: no conversation in {where}: {skipped}")
 
 
 def _opened(source: Source) -> tuple[Iterator[Found], str | None]:

@@ -226,6 +226,9 @@ def test_bad_records_do_not_count_towards_a_share_and_are_found_by_file(tokenize
     assert [part["weight"] for part in data.provenance["parts"]] == [2, 1.0]
     with pytest.raises(BadData, match=r"data\.strict: .*one\.jsonl:2: no messages"):
         load(tokenizer, "mixture", parts=parts, strict=True)
+    two = lines(tmp_path / "two.jsonl", {"messages": []})
+    with pytest.raises(BadData, match=r"^data\.parts: no conversation in \S*two\.jsonl: skipped 2 records"):
+        load(tokenizer, "mixture", parts=parts, held_out=0)  # else it would be of two conversations
 
 
 def test_the_options_of_a_mixture_are_checked_before_anything_is_read(tmp_path: Path) -> None:
