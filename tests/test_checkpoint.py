@@ -162,6 +162,28 @@ def test_a_folder_is_one_run_s_alone_while_it_trains(
         assert [line["step"] for line in steps(run)] == [1, 2, 3]
 
 
+def test_what_another_run_found_best_is_not_this_ones(
+    tmp_path: Path, target_folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other" / "step-000005"
+    shutil.copytree(whole, run)
+    shutil.copytree(whole / "checkpoints" / "step-000005", other)
+    state = json.loads((other / "state.json").read_text())
+    (other / "state.json").write_text(json.dumps(state | {"best": 99.0}))
+    fit(config(tmp_path, target_folder, *TEN, f"resume={other}"))
+    assert "best mean acceptance length 99" not in capsys.readouterr().out
+
+
+def test_what_lies_in_a_folder_without_a_run_is_not_replaced(tmp_path: Path, target_folder: Path) -> None:
+    for name in ("export", "checkpoints"):
+        kept = tmp_path / name / "run" / name / "mine.txt"
+        kept.parent.mkdir(parents=True)
+        kept.touch()
+        with pytest.raises(Refusal, match=f"holds {name}, which would be replaced, and no run; give another out"):
+            fit(config(tmp_path / name, target_folder))
+        assert kept.exists()
+
+
 def test_a_finished_run_is_trained_on_elsewhere(tmp_path: Path, target_folder: Path, whole: Path) -> None:
     """That it had its last step says nothing of a run that has more of them."""
     last = f"resume={whole}/checkpoints/step-000010"

@@ -116,6 +116,8 @@ class Record:
             different = _first_difference(BEFORE | yaml.safe_load((out / "config.yaml").read_text()), cfg.plain())
             if different:
                 return Refusal(f"{different}: start afresh in another out, the run in out={out} is not like that")
+        elif there := [name for name in ("export", "checkpoints") if (out / name).exists()]:
+            return Refusal(f"out={out} holds {there[0]}, which would be replaced, and no run; give another out")
         out.mkdir(parents=True, exist_ok=True)
         try:
             with alone(out):  # asked before the target loads; it is kept for oneself once something is written
@@ -165,7 +167,7 @@ class Record:
         known = [line.get("seconds", 0.0) for line in self._lines() if line["step"] <= state["step"]]
         self.seconds = max(known, default=0.0)
         self.ended = state.get("ended", False) and self._own(place)  # that another run had its last says nothing here
-        if state["best"] is not None and (self.out / "export").exists():  # not so where `out` is another run's folder
+        if state["best"] is not None and self._own(place) and (self.out / "export").exists():
             self.best, self.best_step = state["best"], state["best_step"]
         self.console.print(f"resumed from {place}: step {state['step']}, {self.tokens} tokens seen")
 
