@@ -216,11 +216,11 @@ def _same(out: Path, file: Path, about: dict[str, Any]) -> None:
             if before.get(name) != value:
                 was = before.get(name)
                 raise Refusal(f"out={out} was begun with {name}={was}, not {value}: take another out")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    work = file.with_suffix(".tmp")
     elif any(out.glob("conversations-*.jsonl")):
         missing = file.relative_to(out)
         raise Refusal(f"out={out} holds conversations, and no {missing} of who wrote them: take another out")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    work = file.with_suffix(".tmp")
     work.write_text(json.dumps(about, indent=2) + "\n")
     work.replace(file)
 
