@@ -174,6 +174,14 @@ def test_what_another_run_found_best_is_not_this_ones(
     assert "best mean acceptance length 99" not in capsys.readouterr().out
 
 
+def test_a_run_of_float16_goes_on_from_one_that_needed_no_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "load", lambda *_: ({"step": 5}, {}))
+    scaler = SimpleNamespace(load_state_dict=lambda _: pytest.fail("there is none to load"))
+    accelerator = SimpleNamespace(process_index=0, num_processes=1, device="cpu", scaler=scaler)
+    record: Any = SimpleNamespace(restore=lambda *_: None, ended=False)
+    assert loop._resumed(Path("there"), record, None, accelerator, 10) == (5, {})  # type: ignore[arg-type]
+
+
 def test_what_lies_in_a_folder_without_a_run_is_not_replaced(tmp_path: Path, target_folder: Path) -> None:
     for name in ("export", "checkpoints"):
         kept = tmp_path / name / "run" / name / "mine.txt"

@@ -250,7 +250,7 @@ def _resumed(
             "nearest: more of train.steps, train.epochs or train.tokens",
             common=True,
         )
-    if accelerator.scaler is not None:
+    if accelerator.scaler is not None and "scaler" in state:  # another run may have been of another dtype
         accelerator.scaler.load_state_dict(state["scaler"])
     return state["step"], moments
 
