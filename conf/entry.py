@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from paceline.conf import schema_scripts as scripts
 from paceline.conf.schema import TrainConfig
-from paceline.conf.section import Section, nearest, option_names, validated
+from paceline.conf.section import Section, nearest, option_names, validated, writable
 from paceline.models.errors import Refusal
 
 CONF = Path(__file__).parent
@@ -157,10 +157,10 @@ def _check(name: str, args: Namespace, cwd: str) -> None:
         if not args.multirun:
             cfg = _composed(loader, name, words)
             if not args.cfg and not args.info:
-                _checked(name, cfg, cwd)
+                _ready(name, cfg, cwd)
             return
         jobs = BasicSweeper.split_arguments(overrides, None)[0]
-        outs = [getattr(_checked(name, _composed(loader, name, job), cwd), "out", None) for job in jobs]
+        outs = [getattr(_ready(name, _composed(loader, name, job), cwd), "out", None) for job in jobs]
     shared = next((out for i, out in enumerate(outs) if out and out in outs[:i]), None)
     if shared:
         hint = "name it after what differs: out='outputs/seed${seed}'"
@@ -250,6 +250,17 @@ def _plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
     tree = OmegaConf.to_container(cfg, resolve=resolve)
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
+
+
+def _ready(name: str, cfg: DictConfig, cwd: str) -> Section:
+    """`_checked`, of a program that is about to run: what it finds can be written. Else hours may be lost."""
+    checked = _checked(name, cfg, cwd)
+    plain = getattr(checked, "plain_file", None)
+    folders = {"out": getattr(checked, "out", None), "to": getattr(checked, "to", None)}
+    for option, folder in (folders | {"plain": plain and os.path.dirname(plain)}).items():
+        if folder is not None:
+            writable(option, folder)
+    return checked
 
 
 def _checked(name: str, cfg: DictConfig, cwd: str) -> Section:

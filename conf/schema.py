@@ -393,6 +393,10 @@ class TrainConfig(Section):
             raise Refusal("decode.tree: tuned is for an export that scripts/tune.py has tuned; nearest: static")
         if self.decode.lookup:
             raise Refusal("decode.lookup: training measures the drafter alone; nearest: 0")
+        if self.decode.nodes == 1:
+            raise Refusal(
+                "decode.nodes: 1 is the root alone, and what training keeps is chosen by its drafts; nearest: 2"
+            )
         check_depth(self.decode.depth, self.method.depth_limit())
         self._check_trunk()
         if vocab is not None and vocab < self.decode.width:

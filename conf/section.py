@@ -52,6 +52,14 @@ def existing(option: str, path: str, words: Iterable[str] = ()) -> str:
     return path
 
 
+def writable(option: str, folder: str) -> None:
+    """Raises Refusal where a folder is not there and cannot be made, or cannot be written into."""
+    there = next(place for place in (folder, *map(str, Path(folder).parents)) if os.path.exists(place))
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        fault = "cannot be written into" if os.path.isdir(there) else "is no folder"
+        raise Refusal(f"{option}: {folder} cannot be written, {there} {fault}; give another {option}")
+
+
 def word_or_file(option: str, value: str, words: Iterable[str], info: ValidationInfo) -> str:
     """One of the `words` as it is, else the absolute path of a file there is."""
     return value if value in words else existing(option, absolute(value, info), words)

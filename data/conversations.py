@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.data.records import (
@@ -31,6 +32,7 @@ from paceline.data.records import (
     Source,
     asked,
     existing,
+    first_line,
     json_lines,
     read,
     set_aside,
@@ -40,6 +42,7 @@ from paceline.data.templates import (
     Row,
     Turn,
     closing,
+    known_ids,
     load_tokenizer,
     opening,
     plan,
@@ -73,6 +76,7 @@ __all__ = [
     "existing",
     "frequencies",
     "json_lines",
+    "known_ids",
     "load",
     "load_tokenizer",
     "opening",
@@ -298,7 +302,7 @@ def load(
     held out is chosen by a hash of the first user turn: order and limit never move a conversation into training.
     Rows are written to the folder `cache` under a name made of everything that changes them, and found there the next
     time; without it, to a folder that goes with the Dataset. Either way memory does not grow with the data.
-    Raises BadData, also when nothing would be supervised.
+    Raises BadData, also when nothing would be supervised, or a folder cannot be written.
     """
     sources = [Source(**p) for p in parts] if source == "mixture" else [Source(source, path, split, streaming)]
     if not sources:
@@ -317,16 +321,24 @@ def load(
             provenance["parts"] = [part._asdict() for part in sources]
         return about | {"provenance": provenance}
 
-    if cache is None or content is None:
-        work = tempfile.TemporaryDirectory(prefix=".")
-        return _dataset(Path(work.name), made(Path(work.name)), work)
-    entry = Path(cache) / _key(tokenizer, content, template, settings)
-    if (about := kept(entry)) is None:
-        with making(entry) as folder:
-            if (about := kept(entry)) is None:  # no other process has made it meanwhile
-                about = made(folder)
-                keep(folder, entry, about)
-    return _dataset(entry, about)
+    try:
+        if cache is None or content is None:
+            work = tempfile.TemporaryDirectory(prefix=".")
+            return _dataset(Path(work.name), made(Path(work.name)), work)
+        entry = Path(cache) / _key(tokenizer, content, template, settings)
+        if (about := kept(entry)) is None:
+            with making(entry) as folder:
+                if (about := kept(entry)) is None:  # no other process has made it meanwhile
+                    about = made(folder)
+                    keep(folder, entry, about)
+    except (OSError, SafetensorError) as error:
+        place = cache or tempfile.gettempdir()
+        raise BadData(
+            f"data.cache: {place} cannot be written ({first_line(error)}); nearest: another folder"
+        ) from error
+    # the same content may have been met elsewhere before
+    about["provenance"] |= {"source": source, "path": path, "split": split}
+    return _dataset(entry, about | {"where": where})
 
 
 def _written(
@@ -349,7 +361,7 @@ def _written(
             (rest if out else train).add(row)
             supervised += 0 if out else int(row.supervised.sum())
         cut += 0 if out else beyond
-        if out and record.messages:
+        if out and rows and record.messages:  # what the template refuses cannot be asked either
             chats.append(record)
         count, aside = count + 1, aside + out
         digest.update(json.dumps(record._asdict(), sort_keys=True).encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -165,15 +166,19 @@ def _usable(
     strict: bool,
     parse: Callable[[Any], tuple[Record, str]],
 ) -> Iterator[tuple[Place, Record]]:
+    some = False
     for number, raw in found:
         place = f"{prefix}{number}" if prefix else number
         record, reason = parse(raw)
         if not reason:
+            some = True
             yield place, record
         elif strict:
             raise BadData(f"data.strict: {where}:{number}: {reason}")
         else:
             skipped.add(reason, place)
+    if prefix and not some:  # with it the mixture would end, at once
+        raise BadData(f"data.parts: no conversation in {where}: {skipped}")
 
 
 def _opened(source: Source) -> tuple[Iterator[Found], str | None]:
@@ -232,13 +237,20 @@ def existing(path: str | Path, option: str, also: Sequence[str] = ()) -> Path:
     raise BadData(f"{option}: no file {path.absolute()}{hint}")
 
 
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character that JSON escapes as two
+
+
 def json_lines(path: Path, option: str = "data.path") -> Iterator[tuple[int, Any]]:
-    """(line number from 1, record) of a .jsonl or .jsonl.gz; a line that is no JSON gives its ValueError as record."""
+    """(line number from 1, record) of a .jsonl or .jsonl.gz; a line that is no JSON, or holds text that no tokenizer
+    reads, gives its ValueError as record."""
     for number, line in _lines(path, option):
         if line.strip():
             try:
-                yield number, json.loads(line)
-            except ValueError as error:  # bad JSON or bad UTF-8
+                record = json.loads(line)
+                if _HALF.search(line):  # most are pairs: written out, half a pair is none
+                    json.dumps(record, ensure_ascii=False).encode()
+                yield number, record
+            except ValueError as error:  # bad JSON, bad UTF-8 or half a character
                 yield number, error
 
 
@@ -258,7 +270,8 @@ def _paragraphs(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _text(lines: list[bytes]) -> Any:
     try:
-        return {"text": b"".join(lines).decode().rstrip("\n")}
+        # Windows begins a file with a mark and ends lines otherwise: nobody wrote that
+        return {"text": b"".join(lines).replace(b"\r\n", b"\n").decode("utf-8-sig").rstrip("\n")}
     except ValueError as error:
         return error
 
@@ -303,7 +316,18 @@ def _hub(source: Source) -> tuple[Iterator[Found], str | None]:
     except Exception as error:  # the library raises many kinds, among them those of its HTTP client
         where = f"data.path: cannot load dataset {source.path!r}, split {split!r}"
         raise BadData(f"{where}: {type(error).__name__}: {first_line(error)}") from error
-    return enumerate(rows, 1), None if source.streaming else rows._fingerprint
+    return _arriving(rows, source.path), None if source.streaming else rows._fingerprint
+
+
+def _arriving(rows: Any, path: str) -> Iterator[Found]:
+    number = 0
+    try:
+        for number, row in enumerate(rows, 1):
+            yield number, row
+    except Exception as error:  # as above: a stream may break off at any row
+        raise BadData(
+            f"data.path: {path!r} breaks off after {number} rows: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -360,6 +384,8 @@ class _Unusable(Exception):
 
 
 def _record(raw: Any) -> Record:
+    if isinstance(raw, UnicodeEncodeError):
+        raise _Unusable("half of an escaped character")
     if isinstance(raw, ValueError):
         raise _Unusable("invalid JSON")
     if not isinstance(raw, dict):

@@ -70,6 +70,10 @@ class Rows(Sequence[Example]):
         """Tokens of every row, without reading the rows."""
         return [length for shard in self._shards for length in shard["start"].diff().tolist()]
 
+    def highest(self) -> int:
+        """The highest id of all rows, of which there is one at least."""
+        return max(int(shard["ids"].max()) for shard in self._shards)
+
 
 class Writer:
     """Writes rows into the shards STEM-00000.safetensors, STEM-00001.safetensors, ... of a folder.
@@ -109,6 +113,13 @@ class Writer:
 def lengths(rows: Sequence[Example]) -> list[int]:
     """Tokens of every row."""
     return rows.lengths() if isinstance(rows, Rows) else [len(row) for row in rows]
+
+
+def highest(rows: Sequence[Example]) -> int:
+    """The highest id of all rows; -1 for none."""
+    if not len(rows):
+        return -1
+    return rows.highest() if isinstance(rows, Rows) else max(int(row.ids.max()) for row in rows)
 
 
 # A kept entry: a folder of shards and about.json, which says what they are and holds their checksums.

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.data.records import BadData
+
 
 class Shards:
     """Records of a folder, `size` a shard. What an earlier run left is read once, before anything is added."""
@@ -30,15 +32,20 @@ class Shards:
                 return  # the shard that is written on
 
     def add(self, record: dict[str, Any]) -> None:
-        """Write a record, so that it outlives this process."""
+        """Write a record, so that it outlives this process. Raises BadData where there is no room for it."""
         first = self._count % self._size == 0
         if first or self._sink is None:
             self.close()
             self._folder.mkdir(parents=True, exist_ok=True)
             self._sink = self._file().open("a", encoding="utf-8")
         line = record | {"provenance": self._provenance} if first else record
-        self._sink.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._sink.flush()
+        try:
+            self._sink.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._sink.flush()
+        except OSError as error:
+            raise BadData(
+                f"out: {self._file()} cannot be written ({error}); with room there the same command goes on"
+            ) from error
         self._count += 1
 
     def close(self) -> None:

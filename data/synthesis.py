@@ -106,7 +106,7 @@ def beginnings(how: str) -> list[str]:
     if how == "free":
         return [""]
     file = BEGINNINGS if how == "varied" else Path(how)
-    lines = [line.replace("\\n", "\n") for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line.replace("\\n", "\n") for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     if not lines:
         raise BadData(f"begin={how}: the file has no lines; nearest: varied")
     return lines
@@ -269,6 +269,8 @@ class Synthesis:
 
     def _fault(self, question: str, known: bool) -> str | None:
         """Why a user's turn is of no use. One that is not `known` otherwise must be new, and is known from now on."""
+        if _torn(question):
+            return "user's turn with half a character"
         if any(token in question for token in self._special):  # rendered again it would be structure, not text
             return "user's turn with special tokens"
         return None if known else self._known.fault(question)
@@ -276,6 +278,8 @@ class Synthesis:
     def _answer_fault(self, text: str) -> str | None:
         if not text.strip():
             return "answer empty"
+        if _torn(text):
+            return "answer with half a character"
         if any(token in text for token in self._special):
             return "answer with special tokens"
         if len(text.strip()) < self._filters.shortest:
@@ -328,6 +332,11 @@ def opening(tokenizer: Any, messages: Messages = ()) -> str:  # type: ignore[ass
     """What the template writes before the user's next words, after `messages`."""
     whole = render(tokenizer, [*messages, {"role": "user", "content": _MARK}], None, prompt=False)
     return whole.split(_MARK)[0]
+
+
+def _torn(text: str) -> bool:
+    """Whether a text cannot be written down: a server may cut it within a character that JSON escapes as two."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _hashed(*parts: object) -> int:

@@ -65,14 +65,21 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTr
     return tokenizer
 
 
+def known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many ids from 0 on lead up to the last that the tokenizer knows: where it leaves some out, it has fewer
+    tokens."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 of the chat template's text: two runs whose hashes differ saw differently rendered conversations."""
     return hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Any = None) -> list[int]:
-    """Token ids that serving feeds the target: `messages` and the template's opening of an assistant turn."""
-    return tokens(tokenizer, [render(tokenizer, messages, tools, prompt=True)])[0].ids
+    """Token ids that serving feeds the target: `messages` and the template's opening of an assistant turn. BadData: it
+    refuses them."""
+    return tokens(tokenizer, [_served(tokenizer, messages, tools, prompt=True)])[0].ids
 
 
 def opening(messages: Messages) -> Messages:
@@ -103,6 +110,16 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Any = 
     return tokenizer.apply_chat_template([messages], tools=tools, add_generation_prompt=prompt, tokenize=False)[0]
 
 
+def _served(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Any = None, prompt: bool = False) -> str:
+    """`render` of what there is no doing without. Raises BadData where the template refuses it."""
+    try:
+        return render(tokenizer, messages, tools, prompt)
+    except REFUSED as error:
+        said = ", ".join(message["role"] for message in messages)
+        name = tokenizer.name_or_path
+        raise BadData(f"target: the chat template of {name} refuses ({said}): {first_line(error)}") from error
+
+
 def closing(tokenizer: PreTrainedTokenizerBase) -> Closing:
     """How the template ends the assistant's turn: up to the special token, or the row of them, after the text.
 
@@ -110,7 +127,7 @@ def closing(tokenizer: PreTrainedTokenizerBase) -> Closing:
     """
     probe = "paceline-probe"
     chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": probe}]
-    _, found, last = render(tokenizer, chat).rpartition(probe)
+    _, found, last = _served(tokenizer, chat).rpartition(probe)
     if not found:
         raise BadData(f"target: the chat template of {tokenizer.name_or_path} leaves out what the assistant says")
     try:

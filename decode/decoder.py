@@ -222,6 +222,8 @@ class Stream(Iterator[Emitted]):
         empty = [row for row, prompt in enumerate(prompts) if not prompt]
         if empty:
             raise Refusal(f"prompt {empty[0]} is empty: the target needs at least one token to start from")
+        for row, prompt in enumerate(prompts):
+            decoder.target.check_ids(prompt, f"prompt {row} has")
         if held is not None and len(prompts) != 1:
             raise ValueError(f"held is of one conversation, not of {len(prompts)}")
         self.held = held

@@ -193,7 +193,7 @@ def shape_of(
         nodes: of a pass, the root included.
         depth: None for the drafter's `usual_depth`.
         paths: the export's static tree, worthiest path first, so that its first `nodes - 1` are the best tree of that
-            size. A drafter that has none (n-grams) drafts a chain instead.
+            size. A drafter that has none (n-grams), or none so narrow, drafts a chain instead.
         node_cost, depth_cost: see DynamicShape.
 
     Raises:
@@ -205,8 +205,8 @@ def shape_of(
     depth = depth or usual_depth(drafter)
     if tree == "dynamic":
         return DynamicShape(nodes, depth, width, node_cost, depth_cost)
-    if tree == "static" and paths:
-        fitting = [tuple(path) for path in paths if len(path) <= depth and max(path) < width]
+    fitting = [tuple(path) for path in paths if len(path) <= depth and max(path) < width]
+    if tree == "static" and fitting:
         return StaticShape(tuple(fitting[: nodes - 1]))
     return chain(min(depth, nodes - 1))
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.models.errors import Refusal
 from paceline.models.made import made_once
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -57,7 +58,7 @@ def kernels() -> Library | None:
 
     try:
         library = Library(str(made_once(name, build) / "kernels.so"))
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, Refusal, subprocess.CalledProcessError):
         return None
     for function, arguments in SIGNATURES.items():
         getattr(library, function).argtypes, getattr(library, function).restype = arguments, None

@@ -4,12 +4,13 @@ Knows safetensors, pickles that hold tensors and nothing else, and json. Does no
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,24 @@ def whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(work)
     else:
         work.rename(folder)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Meanwhile nobody else who asks gets the folder of a run. Raises Refusal where another process has it.
+
+    That ends with the process, however it ends. Where the file system has no locks, nothing is promised.
+    """
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Refusal(f"out={folder}: another process is writing there; give another out") from None
+        yield
+    finally:
+        os.close(held)
 
 
 def _exchange(new: Path, old: Path) -> None:

@@ -326,6 +326,27 @@ class Target(nn.Module):
         self._within_window(capacity, "prompt + new tokens + tree", "shorten the prompt or lower max_new_tokens")
         return Cache(batch, capacity, self.device)
 
+    def check_ids(self, ids: Sequence[int], whose: str) -> None:
+        """Raises Refusal for the first of `whose` ids that has no row here: a pass would fail inside a kernel."""
+        rows = self.config.vocab_size
+        wrong = next((i for i in ids if not 0 <= i < rows), None)
+        if wrong is not None:
+            raise Refusal(
+                f"target={self.source}: {whose} id {wrong}, its table has {rows} rows: that is another tokenizer's, or "
+                "of a token that was added and given no row"
+            )
+
+    def check_texts(self, longest: int, highest: int) -> None:
+        """Raises Refusal for training text that holds so many tokens, or such an id, and cannot be read: that would be
+        met only in the pass that holds it. -1: none."""
+        if highest >= 0:
+            self.check_ids([highest], "data.path: the text has")
+        if self.window is not None and longest > self.window:
+            raise Refusal(
+                f"data.max_length: the longest text has {longest} tokens, this target's window is {self.window}; "
+                f"nearest: {self.window}"
+            )
+
     def embed(self, ids: Tensor) -> Tensor:
         """[...] ids -> [..., H], what layer 0 reads, the model's own multiplier included."""
         out = self.model.get_input_embeddings()(ids)

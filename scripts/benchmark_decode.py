@@ -32,7 +32,7 @@ def decode(cfg: Any) -> Iterator[dict[str, Any]]:
     that are, token for token, those of plain decoding in the same framework; the two plain rows are compared with each
     other. so_far: prompts, in rows that are given before the last one.
     """
-    from paceline.data.conversations import load_tokenizer, prompt_ids, stop_ids
+    from paceline.data.conversations import known_ids, load_tokenizer, prompt_ids, stop_ids
     from paceline.data.prompts import prompts
     from paceline.models.embedded import folder
     from paceline.models.target import Target, device_of
@@ -43,7 +43,7 @@ def decode(cfg: Any) -> Iterator[dict[str, Any]]:
     names = _wanted(cfg)
     where, device = folder(cfg.target.name, cfg.target.path), device_of(cfg.target.device)
     tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
-    target = Target.load(where, cfg.dtype, device, len(tokenizer), trust_remote_code=cfg.target.trust_remote_code)
+    target = Target.load(where, cfg.dtype, device, known_ids(tokenizer), trust_remote_code=cfg.target.trust_remote_code)
     promised(target, cfg.decode.exact)
     stops = stop_ids(tokenizer)
     ways = {name: _WAYS[name](cfg, target, stops) for name in names}

@@ -24,7 +24,7 @@ def synthesize(cfg: Any) -> Iterator[Row]:
     from transformers import AutoModelForCausalLM
 
     from paceline.conf.entry import load
-    from paceline.data.conversations import load_tokenizer, prompt_ids, stop_ids
+    from paceline.data.conversations import known_ids, load_tokenizer, prompt_ids, stop_ids
     from paceline.data.synthesis import Synthesis, beginnings, from_nothing, opening
     from paceline.decode.writer import Writer
     from paceline.models.embedded import folder, quiet_transformers
@@ -39,7 +39,7 @@ def synthesize(cfg: Any) -> Iterator[Row]:
     begin = beginnings(asked.begin)
     mixes = {"prompt": mix_of(asked.prompt), "answer": mix_of(asked.answer)}
 
-    target = Target.load(where, cfg.dtype, device, len(tokenizer), "none", cfg.target.trust_remote_code)
+    target = Target.load(where, cfg.dtype, device, known_ids(tokenizer), "none", cfg.target.trust_remote_code)
     writer = Writer(target, cfg.batch, stops, asked.seed)
     run = Synthesis(tokenizer, from_nothing(begin, 1), mixes["prompt"], mixes["answer"], cfg.count, asked.seed)
     records, marks = [], []

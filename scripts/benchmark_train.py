@@ -144,14 +144,14 @@ class Texts:
     """Conversations of `data=self`, and what the target says of them."""
 
     def __init__(self, options: Any):
-        from paceline.data.conversations import load, load_tokenizer
+        from paceline.data.conversations import known_ids, load, load_tokenizer
         from paceline.models.embedded import folder
         from paceline.models.target import Target
 
         where = folder(options.name, options.path)
         tokenizer = load_tokenizer(where, options.trust_remote_code)
         self._data = load(tokenizer, "self", max_length=512).train
-        self._target = Target.load(where, "bfloat16", "cpu", len(tokenizer), "none", options.trust_remote_code)
+        self._target = Target.load(where, "bfloat16", "cpu", known_ids(tokenizer), "none", options.trust_remote_code)
         family = self._target.config.model_type
         if family != "llama":
             raise Refusal(f"target: others are built here with Llama's layers, not {family}'s; nearest: target=smollm2")

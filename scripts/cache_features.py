@@ -20,9 +20,9 @@ def run(cfg: Any) -> None:
     from rich.console import Console
 
     from paceline.data.batch import Batch, Loader
-    from paceline.data.conversations import load, load_tokenizer
+    from paceline.data.conversations import known_ids, load, load_tokenizer
     from paceline.data.features import Features, Shards, bytes_a_token, description
-    from paceline.data.rows import lengths
+    from paceline.data.rows import highest, lengths
     from paceline.models.embedded import folder
     from paceline.models.target import Target, device_of
     from paceline.models.warm import warm_start
@@ -36,7 +36,8 @@ def run(cfg: Any) -> None:
     where = folder(asked.name, asked.path)
     tokenizer = load_tokenizer(where, asked.trust_remote_code)
     data = load(tokenizer, **cfg.data.keywords())
-    target = Target.load(where, cfg.dtype, device, len(tokenizer), asked.quantize, asked.trust_remote_code)
+    target = Target.load(where, cfg.dtype, device, known_ids(tokenizer), asked.quantize, asked.trust_remote_code)
+    target.check_texts(max(lengths(data.train)), highest(data.train))
     taps = (warm_start(cfg.method, target)[0] if cfg.method.init_from else cfg.method.fitted(target)).taps
     train = cfg.train
     loader = Loader(data.train, train.batch_tokens, train.accumulate * cfg.processes, seed=cfg.seed)

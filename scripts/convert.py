@@ -88,7 +88,7 @@ def _read(cfg: Any, source: Path) -> tuple[Any, dict[str, Any]]:
 
 def _target(cfg: Any) -> tuple[Any, dict[str, Any], Any]:
     """The target that is asked for, what drafter.json says of it, and its tokenizer."""
-    from paceline.data.conversations import load_tokenizer, template_hash
+    from paceline.data.conversations import known_ids, load_tokenizer, template_hash
     from paceline.models.embedded import folder
     from paceline.models.target import Target, device_of
 
@@ -96,7 +96,8 @@ def _target(cfg: Any) -> tuple[Any, dict[str, Any], Any]:
     where = folder(asked.name, asked.path)
     tokenizer = load_tokenizer(where, asked.trust_remote_code)
     device = device_of(asked.device)
-    target = Target.load(where, "bfloat16", device, len(tokenizer), asked.quantize or "none", asked.trust_remote_code)
+    ids, quantize = known_ids(tokenizer), asked.quantize or "none"
+    target = Target.load(where, "bfloat16", device, ids, quantize, asked.trust_remote_code)
     about = {
         "name": asked.name,
         "path": asked.path,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.data.conversations import load_tokenizer, stop_ids, template_hash
+from paceline.data.conversations import known_ids, load_tokenizer, stop_ids, template_hash
 from paceline.decode import VERIFIERS, Decoder, DynamicShape, Sampler, Shape, shape_of
 from paceline.models.drafter import Drafter, build, check_depth, options
 from paceline.models.drafter import Shape as Sizes
@@ -60,7 +60,7 @@ def runtime(cfg: Any, rows: int = 1) -> Runtime:
     where = folder(meant.name, meant.path)
     device = device_of(meant.device)
     tokenizer = load_tokenizer(where, meant.trust_remote_code)
-    original = Target.load(where, cfg.dtype, device, len(tokenizer), meant.quantize, meant.trust_remote_code)
+    original = Target.load(where, cfg.dtype, device, known_ids(tokenizer), meant.quantize, meant.trust_remote_code)
     target, drafter = original, None
     if about:
         target = load_trunk(cfg.drafter, original, meant.trust_remote_code)

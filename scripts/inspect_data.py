@@ -26,13 +26,13 @@ SHOWN = 3  # examples in the terminal
 def run(cfg: Any) -> None:
     from rich.console import Console
 
-    from paceline.data.conversations import coloured, load, load_tokenizer
+    from paceline.data.conversations import coloured, known_ids, load, load_tokenizer
     from paceline.models.embedded import folder
     from paceline.scripts.decoding import write_json
 
     tokenizer = load_tokenizer(folder(cfg.target.name, cfg.target.path), cfg.target.trust_remote_code)
     data = load(tokenizer, **cfg.data.keywords())
-    about, sizes = measured(data, len(tokenizer))
+    about, sizes = measured(data, known_ids(tokenizer))
     out, console = Path(cfg.out), Console(soft_wrap=True, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "inspect.json", about)

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.conf.entry import entry, load
+from paceline.conf.entry import entry, load, quoted
 from paceline.models.errors import Refusal
 
 MEANING = (
@@ -36,9 +36,10 @@ def run(cfg: Any) -> None:
     for seed in range(cfg.seeds):
         for name in ("together", "alone", "after"):
             place = out / f"{name}-seed{seed}"
-            options = [*cfg.common, *getattr(cfg, name), f"seed={seed}", f"out={place}", "resume=true"]
+            options = [*cfg.common, *getattr(cfg, name), f"seed={seed}", f"out={quoted(str(place))}", "resume=true"]
             if name == "after":
-                options.append(f"target.path={out / f'alone-seed{seed}' / 'export' / 'trunk'}")
+                trunk = out / f"alone-seed{seed}" / "export" / "trunk"
+                options.append(f"target.path={quoted(str(trunk))}")
             console.print(f"[bold]seed {seed}, {name}[/]: {cfg.entry} {' '.join(options)}", highlight=False)
             done = subprocess.run([sys.executable, "-m", f"paceline.train.{cfg.entry}", *options])
             if done.returncode:

@@ -21,6 +21,15 @@ from paceline.models.errors import Refusal
 
 
 def run(cfg: Any) -> None:
+    from paceline.models.stored import alone
+
+    out = Path(cfg.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with alone(out):  # two would write every conversation twice
+        _synthesize(cfg, out)
+
+
+def _synthesize(cfg: Any, out: Path) -> None:
     from rich.console import Console
 
     from paceline.data.conversations import Skipped, load_tokenizer, set_aside
@@ -35,7 +44,6 @@ def run(cfg: Any) -> None:
     skipped = Skipped(where=str(cfg.given.path))
     starts, content = _starts(cfg, skipped)
     engine, written_by, tokens = engine_of(cfg, tokenizer)
-    out = Path(cfg.out)
     made = out / "made"
     about = _provenance(cfg, tokenizer, content) | written_by
     _same(out, made / "provenance.json", about)
@@ -89,7 +97,7 @@ def first_asked(record: dict[str, Any]) -> str:
 
 def engine_of(cfg: Any, tokenizer: Any) -> tuple[Any, dict[str, Any], Callable[[], int]]:
     """Who writes, what there is to say of it as provenance, and a count of the tokens it has written."""
-    from paceline.data.conversations import stop_ids
+    from paceline.data.conversations import known_ids, stop_ids
 
     stops = stop_ids(tokenizer)
     if cfg.engine == "server":
@@ -119,7 +127,12 @@ def engine_of(cfg: Any, tokenizer: Any) -> tuple[Any, dict[str, Any], Callable[[
     asked = cfg.target
     device = device_of(asked.device)
     where = folder(asked.name, asked.path)
-    target = Target.load(where, cfg.dtype, device, len(tokenizer), asked.quantize, asked.trust_remote_code)
+    target = Target.load(where, cfg.dtype, device, known_ids(tokenizer), asked.quantize, asked.trust_remote_code)
+    if target.window is not None and cfg.max_length > target.window:
+        raise Refusal(
+            f"max_length: {cfg.max_length}, but this target's window is {target.window} tokens; "
+            f"nearest: {target.window}"
+        )
     writer = Writer(target, cfg.batch, stops, cfg.seed)
     about = {"target_fingerprint": target.fingerprint, "dtype": cfg.dtype}
     return local(writer, tokenizer), about, lambda: writer.tokens
@@ -142,7 +155,9 @@ def local(writer: Any, tokenizer: Any) -> Any:
 
         for done, new in writer.write(job):
             ended = new[-1] in writer.eos
-            yield asks.pop(done.key), Written(tokenizer.decode(new[:-1] if ended else new), ended)
+            # its own words: some tokenizers would move full stops to the word before
+            text = tokenizer.decode(new[:-1] if ended else new, clean_up_tokenization_spaces=False)
+            yield asks.pop(done.key), Written(text, ended)
 
     return engine
 
@@ -201,6 +216,9 @@ def _same(out: Path, file: Path, about: dict[str, Any]) -> None:
             if before.get(name) != value:
                 was = before.get(name)
                 raise Refusal(f"out={out} was begun with {name}={was}, not {value}: take another out")
+    elif any(out.glob("conversations-*.jsonl")):
+        missing = file.relative_to(out)
+        raise Refusal(f"out={out} holds conversations, and no {missing} of who wrote them: take another out")
     file.parent.mkdir(parents=True, exist_ok=True)
     work = file.with_suffix(".tmp")
     work.write_text(json.dumps(about, indent=2) + "\n")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.conf.entry import entry
+from paceline.models.errors import Refusal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,14 +40,21 @@ def run(cfg: Any) -> None:
     if not console.is_terminal:
         console.width = 120  # a log has room
     target, drafter = ready.decoder.target, ready.decoder.drafter
-    assert drafter is not None
+    if drafter is None:
+        raise Refusal("decode.nodes: 1 leaves no room for drafts, and it is trees that are tuned; nearest: 16")
     paths = (describe(cfg.drafter).get("tree") or {}).get("paths", ())
     ids = [prompt_ids(ready.tokenizer, prompt.messages) for prompt in prompts(cfg.eval.prompts, cfg.eval.limit)]
     played, proved = ids[::2], ids[1::2] or ids  # the bundled categories take turns: both see all of them
+    texts = _answered(cfg, ready, played)
+    if all(len(answer) < 3 for _, answer in texts):
+        raise Refusal(
+            f"eval.max_new_tokens: of {len(texts)} answers of at most {cfg.eval.max_new_tokens} tokens none has three, "
+            "which a draft takes to be judged; give more tokens, or other eval.prompts"
+        )
     console.print("costs of a round: " + ", ".join(f"batch {rows}" for rows in cfg.batches), highlight=False)
     cost = measure(target, drafter, cfg.batches, made_by(target, cfg.dtype, ready.exact))
     console.print(f"the drafter over the target's answers to {len(played)} prompts", highlight=False)
-    record = play(target, drafter, _answered(cfg, ready, played), paths)
+    record = play(target, drafter, texts, paths)
     choices, batches = {}, {}
     for rows in cfg.batches:
         found = prospects(record, cost, rows, paths)

@@ -64,6 +64,15 @@ def checkpoint_of_target(folder: Path, tied: bool = True) -> Path:
     return folder
 
 
+def windowed(folder: Path, target_folder: Path, window: int) -> Path:
+    """The same target with a window of so many tokens."""
+    shutil.copytree(target_folder, folder)
+    about = json.loads((folder / "config.json").read_text())
+    about |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    (folder / "config.json").write_text(json.dumps(about))
+    return folder
+
+
 def options(folder: Path, target: Path, *more: str) -> list[str]:
     """The command line of a small float32 run into `folder` / run."""
     small = {

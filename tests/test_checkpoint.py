@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from runs import checkpoint_of_target, config, contents, metrics, options
+from runs import checkpoint_of_target, config, contents, metrics, options, steps
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Example
 from paceline.models.errors import Refusal
+from paceline.models.stored import alone
 from paceline.train import checkpoint, loop
 from paceline.train.loop import fit
 
@@ -138,6 +139,67 @@ def test_a_checkpoint_named_by_its_path_goes_on_elsewhere(tmp_path: Path, target
     assert [line["step"] for line in metrics(tmp_path / "run")] == [6, 8, 9, 10, 10]
     with pytest.raises(Refusal, match=f"no checkpoint there .nearest: {whole / 'checkpoints' / 'step-000010'}"):
         fit(config(tmp_path, target_folder, *TEN, f"resume={whole}", f"out={tmp_path}/third"))
+
+
+def test_a_folder_is_one_run_s_alone_while_it_trains(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cfg = tmp_path / "run", config(tmp_path, target_folder, "resume=true")
+    run.mkdir()
+    with alone(run), pytest.raises(Refusal, match=f"out={run}: another process is writing there; give another out"):
+        fit(cfg)
+    assert not any(run.iterdir())
+    update = loop._update
+
+    def meanwhile(*args: Any) -> dict[str, Any]:
+        with pytest.raises(Refusal, match="another process is writing there"), alone(run):
+            pass
+        return update(*args)
+
+    monkeypatch.setattr(loop, "_update", meanwhile)
+    fit(cfg)
+    with alone(run):
+        assert [line["step"] for line in steps(run)] == [1, 2, 3]
+
+
+def test_what_another_run_found_best_is_not_this_ones(
+    tmp_path: Path, target_folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other" / "step-000005"
+    shutil.copytree(whole, run)
+    shutil.copytree(whole / "checkpoints" / "step-000005", other)
+    state = json.loads((other / "state.json").read_text())
+    (other / "state.json").write_text(json.dumps(state | {"best": 99.0}))
+    fit(config(tmp_path, target_folder, *TEN, f"resume={other}"))
+    assert "best mean acceptance length 99" not in capsys.readouterr().out
+
+
+def test_a_run_of_float16_goes_on_from_one_that_needed_no_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "load", lambda *_: ({"step": 5}, {}))
+    scaler = SimpleNamespace(load_state_dict=lambda _: pytest.fail("there is none to load"))
+    accelerator = SimpleNamespace(process_index=0, num_processes=1, device="cpu", scaler=scaler)
+    record: Any = SimpleNamespace(restore=lambda *_: None, ended=False)
+    assert loop._resumed(Path("there"), record, None, accelerator, 10) == (5, {})  # type: ignore[arg-type]
+
+
+def test_what_lies_in_a_folder_without_a_run_is_not_replaced(tmp_path: Path, target_folder: Path) -> None:
+    for name in ("export", "checkpoints"):
+        kept = tmp_path / name / "run" / name / "mine.txt"
+        kept.parent.mkdir(parents=True)
+        kept.touch()
+        with pytest.raises(Refusal, match=f"holds {name}, which would be replaced, and no run; give another out"):
+            fit(config(tmp_path / name, target_folder))
+        assert kept.exists()
+
+
+def test_a_finished_run_is_trained_on_elsewhere(tmp_path: Path, target_folder: Path, whole: Path) -> None:
+    """That it had its last step says nothing of a run that has more of them."""
+    last = f"resume={whole}/checkpoints/step-000010"
+    with pytest.raises(Refusal, match="it has taken 10 steps, and this run is to end after 10; nearest: more of train"):
+        fit(config(tmp_path, target_folder, *TEN, last))
+    fit(config(tmp_path, target_folder, *TEN, "train.steps=12", "train.log_every=1", last))
+    assert [line["step"] for line in steps(tmp_path / "run")] == [11, 12]
+    assert (tmp_path / "run" / "export" / "drafter.json").exists()
 
 
 def test_a_run_that_goes_back_to_an_earlier_checkpoint_forgets_the_later_ones(

@@ -34,6 +34,7 @@ REFUSED = {
     "train.lr=[1": ["train.lr:", "cannot be read"],
 }
 ALSO_REFUSED = {
+    "decode.nodes=1": ["decode.nodes: 1 is the root alone", "nearest: 2"],
     "+train.lrr=1e-3": ["train.lrr:", "nearest: train.lr"],
     "++method.hed=4": ["method.hed:", "nearest: method.head"],
     "method={hedas: 3}": ["method.hedas:", "nearest: method.heads"],
@@ -209,6 +210,27 @@ def test_a_missing_file_is_named_in_full_with_its_neighbour(monkeypatch: Any, ca
     assert f"resume: no such file or folder: {tmp_path}/runs/latest; nearest: {tmp_path}" in line
     line = refusal(monkeypatch, capsys, "target=hf", "target.path=./model")
     assert f"target.path: no such file or folder: {tmp_path}/model" in line
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_found_for_it(
+    monkeypatch: Any, capsys: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for name, words in {
+        "medusa": [f"out={file}/x/y"],
+        "evaluate": ["drafter=none", f"out={file}/x/y"],
+        "synthesize": ["target=tiny", f"out={file}/x/y"],
+    }.items():
+        line = refusal(monkeypatch, capsys, *words, name=name)
+        assert f"out: {file}/x/y cannot be written, {file} is no folder; give another out" in line
+    line = refusal(monkeypatch, capsys, "drafter=none", f"plain={file}/x/plain.json", name="evaluate")
+    assert f"plain: {file}/x cannot be written" in line
+    line = refusal(monkeypatch, capsys, f"from={tmp_path}", f"to={file}/x", "format=native", name="convert")
+    assert f"to: {file}/x cannot be written" in line
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    line = refusal(monkeypatch, capsys, "--multirun", "seed=1,2", f"out={tmp_path}/runs/${{seed}}")
+    assert f"out: {tmp_path}/runs/1 cannot be written, {tmp_path} cannot be written into; give another" in line
 
 
 def test_what_a_program_would_not_read_is_refused_by_it(monkeypatch: Any, capsys: Any) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from paceline.data.conversations import (
     draft_vocabulary,
     encode,
     encode_all,
+    known_ids,
     load,
     load_tokenizer,
     opening,
@@ -348,6 +350,16 @@ def test_wrong_sources_are_refused_in_one_line(
     with pytest.raises(BadData, match=message) as refusal:
         load(tokenizer, source, path and str(tmp_path / path), split)
     assert "\n" not in str(refusal.value)
+
+
+def test_ids_that_a_tokenizer_leaves_out_do_not_hide_those_behind_them(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["<|far|>"] = 280  # 259 to 279 are nobody's
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert len(tokenizer) == 260 and tokenizer.convert_tokens_to_ids("<|far|>") == 280
+    assert known_ids(tokenizer) == 281 and known_ids(load_tokenizer(TINY)) == 259
 
 
 def test_a_folder_without_tokenizer_or_template_is_refused_in_one_line(tokenizer: Any, tmp_path: Path) -> None:

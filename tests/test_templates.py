@@ -5,6 +5,7 @@ Each shape is a small template and what it must give, written down by hand: ⟦.
 The tokenizer has a token for each byte and each special token, so a string says all there is to say about the ids.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -642,6 +643,28 @@ def test_a_turn_that_the_template_cannot_take_is_counted_in_its_words() -> None:
     )
     rows, reasons = refusals(SHAPES["Gemma"]._replace(template=gemma), [SYSTEM, *CHAT])
     assert rows == [] and reasons == {"the chat template refuses the conversation: System role not supported": [7]}
+
+
+def test_what_the_template_cannot_take_is_not_held_out_to_be_asked(tmp_path: Path) -> None:
+    """Training would end with it at the first decode: Gemma's templates know no system message."""
+    from paceline.data.conversations import load
+
+    gemma = SHAPES["Gemma"].template.replace(
+        "{% elif m.role == 'system' %}", "{% elif m.role == 'system' %}{{ raise_exception('no system here') }}"
+    )
+    tokenizer = tokenizer_of(SHAPES["Gemma"]._replace(template=gemma))
+    chats = [{"messages": [*([SYSTEM] if i % 2 else []), user(f"a{i}"), says("b")]} for i in range(12)]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    data = load(tokenizer, "jsonl", str(file), held_out=0.6)
+    assert len(data.held_out_conversations) == len(data.held_out) < data.provenance["held_out"]
+    for chat in data.held_out_conversations:
+        prompt_ids(tokenizer, chat.messages[:-1])
+    with pytest.raises(BadData, match=r"^target: the chat template of \S* ?refuses \(system, user\): no system here$"):
+        prompt_ids(tokenizer, [SYSTEM, user("a")])
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    with pytest.raises(BadData, match=r"refuses \(user, assistant\): never$"):
+        closing(tokenizer)
 
 
 def test_a_thought_that_the_prompt_opens_and_the_reply_never_closes_is_not_supervised() -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from runs import VOCAB, checkpoint_of_target, config, contents, digest, metrics, steps
+from runs import VOCAB, checkpoint_of_target, config, contents, digest, metrics, steps, windowed
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from paceline.models.errors import Refusal
 from paceline.models.export import load_export
 from paceline.models.medusa import MedusaOptions
 from paceline.models.target import DTYPES, Target
+from paceline.scripts import cache_features
 from paceline.train import loop, objective, yardstick
 from paceline.train.loop import fit
 from paceline.train.record import Record
@@ -371,15 +372,6 @@ def test_a_batch_with_nothing_supervised_is_as_if_it_were_absent(target_folder: 
     assert not news["empty"] and all(twice[name].equal(around[name]) for name in twice)
 
 
-def windowed(folder: Path, target_folder: Path, window: int) -> Path:
-    """The same target with a window of so many tokens."""
-    shutil.copytree(target_folder, folder)
-    about = json.loads((folder / "config.json").read_text())
-    about |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
-    (folder / "config.json").write_text(json.dumps(about))
-    return folder
-
-
 def test_what_a_targets_window_cannot_hold_is_refused_or_left_out_before_the_first_step(
     tmp_path: Path, target_folder: Path
 ) -> None:
@@ -392,6 +384,8 @@ def test_what_a_targets_window_cannot_hold_is_refused_or_left_out_before_the_fir
     narrow = windowed(tmp_path / "narrow", target_folder, 90)
     with pytest.raises(Refusal, match=r"data.max_length: the longest text has 91 tokens, .* 90; nearest: 90"):
         fit(config(tmp_path, narrow, f"out={tmp_path}/long"))
+    with pytest.raises(Refusal, match=r"data.max_length: the longest text has 91 tokens, .* 90; nearest: 90"):
+        cache_features.run(config(tmp_path, narrow, "data.held_out=0.0", program="cache_features"))
     assert not list((tmp_path / "long").iterdir())
 
     tokenizer = load_tokenizer(target_folder)
@@ -404,6 +398,26 @@ def test_what_a_targets_window_cannot_hold_is_refused_or_left_out_before_the_fir
     assert prompts(None) == [30, 33] and prompts(91) == [30]
     # with nothing held out the bundled ones are asked, here those of at most 102 tokens
     assert prompts(162, "data.held_out=0.0", "eval.held_out_prompts=9") == [78, 100, 100, 102]
+
+
+def test_text_with_an_id_that_the_target_has_no_row_for_is_refused(tmp_path: Path, target_folder: Path) -> None:
+    """As where a token was added to a tokenizer, and its table stayed as it was."""
+    target = shutil.copytree(target_folder, tmp_path / "target")
+    small = Target.load(str(target), "float32").model
+    small.resize_token_embeddings(258)  # the end of a turn is id 258
+    small.save_pretrained(target)
+    for program, run in (("medusa", fit), ("cache_features", cache_features.run)):
+        with pytest.raises(Refusal, match=r"data\.path: the text has id 258, its table has 258 rows"):
+            run(config(tmp_path, target, f"data.features_in={tmp_path}/features", program=program))
+
+
+def test_where_no_round_is_played_the_latest_weights_are_exported(tmp_path: Path, target_folder: Path) -> None:
+    """Held-out answers of one token say nothing of drafts: the first weights are not the best for that."""
+    fit(config(tmp_path, target_folder, "eval.max_new_tokens=1", "eval.every=1"))
+    run = tmp_path / "run"
+    about = json.loads((run / "export" / "drafter.json").read_text())
+    assert about["provenance"]["step"] == 3 and about["acceptance"]["mean_acceptance_length"] is None
+    assert not any("mean_acceptance_length" in line for line in metrics(run))
 
 
 def test_held_out_prompts_are_decoded_a_few_at_a_time_and_found_to_be_worth_the_same(

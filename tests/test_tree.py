@@ -253,6 +253,7 @@ def test_options_ask_for_the_shape_they_name() -> None:
     assert shape_of("static", 4, None, 8, four, paths) == StaticShape(paths[:3])
     assert shape_of("static", 16, 2, 3, four, paths) == StaticShape(((0,), (1,), (0, 0)))
     assert shape_of("static", 16, None, 8, four) == chain(4), "no measured tree: a chain"
+    assert shape_of("static", 16, None, 8, four, ((9,), (9, 0))) == chain(4), "none so narrow: a chain, not no drafts"
     assert shape_of("dynamic", 9, None, 3, four) == DynamicShape(9, 4, 3)
     assert shape_of("static", 16, 3, 8, None) == chain(0)
     endless = Recurrent()  # trained to a depth of 1, of no limit

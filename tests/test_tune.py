@@ -10,6 +10,7 @@ import pytest
 from paceline.conf.entry import load
 from paceline.models.drafter import Shape, build, options
 from paceline.models.embedded import folder
+from paceline.models.errors import Refusal
 from paceline.models.export import amend, describe, load_export, save_export
 from paceline.models.target import Target
 from paceline.scripts import evaluate, tune
@@ -64,6 +65,14 @@ def test_the_nearest_batch_decides_and_another_machine_is_named(export: Path, ca
     assert shapes[3].shape.paths == ((0,), (0, 0))
     assert shapes[40].drafter is None, "a drafter that does not pay is left out"
     assert "tuned elsewhere" in capsys.readouterr().err
+
+
+def test_what_nothing_can_be_judged_by_is_refused_before_costs_are_measured(export: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("paceline.decode.cost.measure", lambda *_: pytest.fail("costs were measured"))
+    with pytest.raises(Refusal, match=r"eval\.max_new_tokens: of 2 answers of at most 2 tokens none has three"):
+        tune.run(load("tune", f"drafter={export}", *SMALL, "eval.max_new_tokens=2"))
+    with pytest.raises(Refusal, match=r"decode\.nodes: 1 leaves no room for drafts"):
+        tune.run(load("tune", f"drafter={export}", *SMALL, "decode.nodes=1"))
 
 
 @pytest.mark.parametrize(

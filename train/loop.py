@@ -30,8 +30,8 @@ from accelerate.utils import (
 from torch.distributed.tensor import DTensor
 
 from paceline.data.batch import Batch, Loader
-from paceline.data.conversations import Dataset, draft_vocabulary, load, load_tokenizer, stop_ids
-from paceline.data.rows import lengths
+from paceline.data.conversations import Dataset, draft_vocabulary, known_ids, load, load_tokenizer, stop_ids
+from paceline.data.rows import highest, lengths
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
@@ -42,7 +42,7 @@ from paceline.train.pace import Pace
 from paceline.train.record import Record
 from paceline.train.step import TrainStep
 from paceline.train.trunk import Trunk, trunk_of, waits
-from paceline.train.yardstick import Yardstick
+from paceline.train.yardstick import Yardstick, decodable
 
 # How long processes wait for each other. The first alone decodes and writes, which may take longer than the 10 minutes
 # that NCCL grants; one that died is noticed by who started it, not by this.
@@ -60,13 +60,11 @@ def fit(cfg: Any) -> None:
     data = load(tokenizer, **cfg.data.keywords())
     record.show_data(data, tokenizer)
 
-    target = Target.load(
-        where, cfg.dtype, str(accelerator.device), len(tokenizer), cfg.target.quantize, cfg.target.trust_remote_code
-    )
+    device, ids = str(accelerator.device), known_ids(tokenizer)
+    target = Target.load(where, cfg.dtype, device, ids, cfg.target.quantize, cfg.target.trust_remote_code)
     record.begun_with = {"data.path": data.provenance["sha256"], "target.path": target.fingerprint}
-    _check_window(data, target.window)
-    # its prompts are looked over before anything is computed
-    yardstick = Yardstick(cfg, tokenizer, data, target.window) if accelerator.is_main_process else None
+    for texts in (data.train, data.held_out):
+        target.check_texts(max(lengths(texts), default=0), highest(texts))
     place = record.resume_from()
     drafter = _drafter(cfg, target, data, tokenizer, record, afresh=place is None)
     if drafter.window is not None and cfg.data.max_length > drafter.window:
@@ -74,6 +72,9 @@ def fit(cfg: Any) -> None:
             f"data.max_length: {cfg.data.max_length}, but this draft model's window is {drafter.window} tokens; "
             f"nearest: {drafter.window}"
         )
+    # its prompts are looked over before anything is computed
+    window = decodable(target, drafter, cfg.decode)
+    yardstick = Yardstick(cfg, tokenizer, data, window) if accelerator.is_main_process else None
     loader = Loader(
         data.train,
         cfg.train.batch_tokens,
@@ -86,7 +87,7 @@ def fit(cfg: Any) -> None:
     learners = trunk.learners(drafter)
     optimizer = _optimizer(cfg, trunk.groups(drafter))
     total = _total(cfg, loader)
-    begun, moments = _resumed(place, record, learners, accelerator) if place is not None else (0, {})
+    begun, moments = _resumed(place, record, learners, accelerator, total) if place is not None else (0, {})
     pace = Pace(total, cfg.train.minutes, begun, record.seconds)
     drafter.to(accelerator.device).borrow(trunk.live)
     step = trunk.step(drafter, cfg.train.chunk, target.vocab)
@@ -96,7 +97,7 @@ def fit(cfg: Any) -> None:
     checkpoint.give(moments, learners, optimizer.optimizer)
     # not at once: processes that have parted do not meet again, and --multirun may have another run for them
     atexit.register(PartialState().destroy_process_group)
-    with record.running(begun, total, drafter, trunk, data), _signals() as signals:
+    with record.alone(), record.running(begun, total, drafter, trunk, data), _signals() as signals:
         for number, parts in _steps(loader, total if record.ended else begun, total):
             at, last = _agreed(cfg, pace.at(number, record.seconds))
             trunk.turn(at, total)
@@ -167,16 +168,6 @@ def _compiles(cfg: Any, device: torch.device) -> bool:
     return able
 
 
-def _check_window(data: Dataset, window: int | None) -> None:
-    """Refusal: the target cannot read the longest text, which would be met only in the step that holds it."""
-    longest = max([*lengths(data.train), *lengths(data.held_out)])
-    if window is not None and longest > window:
-        raise Refusal(
-            f"data.max_length: the longest text has {longest} tokens, this target's window is {window}; "
-            f"nearest: {window}"
-        )
-
-
 def _drafter(cfg: Any, target: Target, data: Dataset, tokenizer: Any, record: Record, afresh: bool) -> Drafter:
     """Float32 weights as the method starts them, or those of method.init_from.
 
@@ -242,13 +233,24 @@ def _save(cfg: Any, record: Record, number: int, learners: Any, optimizer: Any, 
     accelerator.wait_for_everyone()
 
 
-def _resumed(place: Path, record: Record, learners: Any, accelerator: Accelerator) -> tuple[int, dict[str, Any]]:
-    """Steps already taken, with weights and generators put back, and the moments that the optimiser is to be given."""
+def _resumed(
+    place: Path, record: Record, learners: Any, accelerator: Accelerator, total: int
+) -> tuple[int, dict[str, Any]]:
+    """Steps already taken, with weights and generators put back, and the moments that the optimiser is to be given.
+
+    Raises Refusal where another run's are as many as this one has in `total`: it would end without an export.
+    """
     state, moments = checkpoint.load(
         place, learners, accelerator.process_index, accelerator.num_processes, accelerator.device
     )
     record.restore(state, place)
-    if accelerator.scaler is not None:
+    if state["step"] >= total and not record.ended:
+        raise Refusal(
+            f"resume={place}: it has taken {state['step']} steps, and this run is to end after {total}; "
+            "nearest: more of train.steps, train.epochs or train.tokens",
+            common=True,
+        )
+    if accelerator.scaler is not None and "scaler" in state:  # another run may have been of another dtype
         accelerator.scaler.load_state_dict(state["scaler"])
     return state["step"], moments
 

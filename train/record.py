@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -28,6 +28,7 @@ from paceline.decode.pages import training_page
 from paceline.models.drafter import Drafter
 from paceline.models.errors import Refusal
 from paceline.models.export import save_export
+from paceline.models.stored import alone
 from paceline.train import checkpoint
 from paceline.train.trunk import Trunk
 from paceline.train.yardstick import Measurement
@@ -77,7 +78,10 @@ class Record:
         self.skipped = self.empty = 0  # optimiser steps whose gradients were not finite, or that had nothing to learn
         told: list[Any] = [None]
         if self.main:
-            told = [self._opened()]
+            try:
+                told = [self._opened()]
+            except OSError as error:
+                told = [Refusal(f"out: cannot be written ({error}); give another out")]
         broadcast_object_list(told)
         if isinstance(told[0], Refusal):
             told[0].common = True
@@ -112,8 +116,14 @@ class Record:
             different = _first_difference(BEFORE | yaml.safe_load((out / "config.yaml").read_text()), cfg.plain())
             if different:
                 return Refusal(f"{different}: start afresh in another out, the run in out={out} is not like that")
+        elif there := [name for name in ("export", "checkpoints") if (out / name).exists()]:
+            return Refusal(f"out={out} holds {there[0]}, which would be replaced, and no run; give another out")
         out.mkdir(parents=True, exist_ok=True)
-        return str(out.absolute())
+        try:
+            with alone(out):  # asked before the target loads; it is kept for oneself once something is written
+                return str(out.absolute())
+        except Refusal as refusal:
+            return refusal
 
     def resume_from(self) -> Path | None:
         """The checkpoint to go on from; None to start afresh (said, where a resumption was asked for)."""
@@ -155,8 +165,9 @@ class Record:
         self._pending, self.coverage = state["pending"], state.get("coverage")  # the first checkpoints had none
         # not in the checkpoint: its bytes do not depend on clocks. The first lines had none
         known = [line.get("seconds", 0.0) for line in self._lines() if line["step"] <= state["step"]]
-        self.seconds, self.ended = max(known, default=0.0), state.get("ended", False)
-        if state["best"] is not None and (self.out / "export").exists():  # not so where `out` is another run's folder
+        self.seconds = max(known, default=0.0)
+        self.ended = state.get("ended", False) and self._own(place)  # that another run had its last says nothing here
+        if state["best"] is not None and self._own(place) and (self.out / "export").exists():
             self.best, self.best_step = state["best"], state["best_step"]
         self.console.print(f"resumed from {place}: step {state['step']}, {self.tokens} tokens seen")
 
@@ -178,6 +189,10 @@ class Record:
     def show_features(self, line: str) -> None:
         """Where the target's states come from, and what that costs."""
         self.console.print(f"[bold]features[/]: {line}", highlight=False)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """As long as nobody else may write into the folder. Raises Refusal where another run does."""
+        return alone(self.out) if self.main else nullcontext()
 
     @contextmanager
     def running(self, begun: int, total: int, drafter: Drafter, trunk: Trunk, data: Dataset) -> Iterator[None]:
@@ -205,8 +220,9 @@ class Record:
         if self.main:
             self._page()
             draw(self.out, self._lines())
+            found = f"best mean acceptance length {self.best:.3f} at step {self.best_step}"
             self.console.print(
-                f"done: best mean acceptance length {self.best:.3f} at step {self.best_step}; "
+                f"done: {found if self.best > -math.inf else 'no draft was judged'}; "
                 f"export in {self.out / 'export'}, curves in {self.out / 'training.html'}",
                 highlight=False,
             )
@@ -294,20 +310,27 @@ class Record:
 
     def measured(self, number: int, found: Measurement, drafter: Drafter, trunk: Trunk, data: Dataset) -> None:
         """Take note of a decode of the held-out prompts; the best drafter so far becomes the export."""
-        length = found.acceptance.mean_acceptance_length or 0.0
-        better = length > self.best
-        told: dict[str, Any] = {"step": number, "tokens": self.tokens, "mean_acceptance_length": length}
+        length = found.acceptance.mean_acceptance_length
+        # where no round was played, which says nothing, the latest is exported
+        better = self.best == -math.inf if length is None else length > self.best
+        told: dict[str, Any] = {"step": number, "tokens": self.tokens}
+        told |= {} if length is None else {"mean_acceptance_length": length}
         told |= {"held_out_accuracy": found.accuracy, "held_out_text_accuracy": found.text_accuracy}
         drift = {} if found.drift is None else {f"trunk_{name}": value for name, value in found.drift.as_dict().items()}
         self._write(told | drift)
-        self.console.print(
-            f"step {number}: mean acceptance length [bold]{length:.3f}[/] on held-out prompts "
-            f"(accuracy {_short(found.accuracy, 3)}){' - best so far, exported' if better else ''}",
-            highlight=False,
-        )
+        if length is None:
+            said = "[yellow]no draft was judged, held-out answers end with their first token[/]"
+            said += " - the latest, exported" * better
+        else:
+            said = (
+                f"mean acceptance length [bold]{length:.3f}[/] on held-out prompts "
+                f"(accuracy {_short(found.accuracy, 3)}){' - best so far, exported' if better else ''}"
+            )
+        self.console.print(f"step {number}: {said}", highlight=False)
         self._page()
         if better:
-            self.best, self.best_step = length, number
+            if length is not None:
+                self.best, self.best_step = length, number
             with checkpoint.writing(self.out / "export"):
                 self._export(number, found, drafter, trunk, data)
         self._clock = time.monotonic()  # decoding is no training time

@@ -56,12 +56,12 @@ class Yardstick:
 
     The first `eval.held_out_prompts` are decoded; the tree they are decoded with is grown from the answers to others,
     so that it is not judged on what it was fitted to (unless too few are held out). What is longer than
-    data.max_length, or with its answer and a tree longer than the target's window, is left out; where that is
+    data.max_length, or with its answer and a tree longer than the window, is left out; where that is
     everything, the bundled prompts stand in.
     """
 
     def __init__(self, cfg: Any, tokenizer: Any, data: Dataset, window: int | None = None):
-        """window: of the target. Raises Refusal where not even a bundled prompt fits into it."""
+        """window: longest text with its tree. Raises Refusal where not even a bundled prompt fits into it."""
         self.cfg = cfg
         self.eos = stop_ids(tokenizer)
         room = math.inf if window is None else window - cfg.eval.max_new_tokens - cfg.decode.nodes
@@ -75,7 +75,7 @@ class Yardstick:
             most = cfg.eval.max_new_tokens + room - min(map(len, known))
             raise Refusal(
                 f"eval.max_new_tokens: {cfg.eval.max_new_tokens}, beside a tree of decode.nodes={cfg.decode.nodes}, "
-                f"leaves no prompt room in this target's window of {window}; "
+                f"leaves no prompt room in a window of {window}; "
                 f"{f'nearest: {most}' if most > 0 else 'lower decode.nodes'}"
             )
         count = cfg.eval.held_out_prompts
@@ -123,6 +123,15 @@ class Yardstick:
                 answers[i] = answer
             report += generation.report
         return answers, report
+
+
+def decodable(target: Target, drafter: Drafter, decode: Any) -> int | None:
+    """The longest text with its tree that both have room for, as `decode` drafts; None without limit."""
+    windows = [] if target.window is None else [target.window]
+    if drafter.window is not None:  # that of a draft model holds the nodes it unfolds besides
+        shape = shape_of(decode.tree, decode.nodes, decode.depth, decode.width, drafter)
+        windows.append(drafter.window - max(shape.unfolded, decode.nodes))  # a static tree is still to be grown
+    return min(windows, default=None)
 
 
 def _groups(sizes: Sequence[int]) -> list[list[int]]:
