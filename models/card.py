@@ -23,15 +23,18 @@ def card(drafter: Drafter, about: dict[str, Any], format: str = "native") -> str
     """README.md of a folder that holds this drafter. about: drafter.json. format: what the folder is written in."""
     method, target = drafter.options.name, _target(about["target"])
     lines = ["---", "library_name: paceline", "tags:", "- speculative-decoding", f"- {method}"]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", target):
+    hub = re.fullmatch(r"[\w.-]+/[\w.-]+", target)
+    if hub:
         lines += [f"base_model: {target}"]
-    lines += ["---", "", f"# A {method} drafter for {target}", ""]
+    lines += ["---", "", f"# A drafter for {target}: {method}", ""]
     lines += [f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} million parameters, {about['dtype']}, trained"]
     lines[-1] += (
         " with [paceline](https://pypi.org/project/paceline) to guess what this target says next. The output of"
     )
     lines += ["speculative decoding is the target's own, whatever the drafter guesses.", "", *_measured(about)]
-    lines += ["## How to use it", "", *_launches(drafter, target, format), ""]
+    served = f", `TARGET` the folder or hub id of {target}" if not hub else ""
+    lines += ["## How to use it", "", f"`FOLDER` is this folder{served}.", ""]
+    lines += [*_launches(drafter, target if hub else "TARGET", format), ""]
     lines += ["Made of:", "", "```json", json.dumps(drafter.options.made_of(), indent=2), "```", ""]
     return "\n".join(lines)
 
@@ -79,8 +82,8 @@ def _launches(drafter: Drafter, target: str, format: str) -> list[str]:
             lines += [f"`format={other}` cannot hold it: {fault}.", ""]
             continue
         engine, command = layout.launch(drafter, other, target)
-        lines += [f"{engine}{' (not run here)' if command else ''}:", "", "```"]
-        if not here:
-            lines += [f"python scripts/convert.py from=FOLDER to=OTHER format={other}"]
-        lines += [*([command.replace("FOLDER", "FOLDER" if here else "OTHER")] if command else []), "```", ""]
+        typed = [] if here else [f"python scripts/convert.py from=FOLDER to=OTHER format={other}"]
+        typed += [command.replace("FOLDER", "FOLDER" if here else "OTHER")] if command else []
+        lines += [f"{engine}{' (not run here)' if command else ''}{':' if typed else '.'}", ""]
+        lines += ["```", *typed, "```", ""] if typed else []
     return lines

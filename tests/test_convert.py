@@ -525,6 +525,10 @@ def test_the_card_has_what_was_measured_and_a_line_for_each_engine(tmp_path: Pat
         told_ = (exported(tmp_path / f"{heads}", target, drafter) / "README.md").read_text()
         assert ("not that on GitHub, which makes 5 heads, some random" in told_) == says
     assert "draft_acceptance_rate |" not in told and "`format=vllm` cannot hold it: fc.bias" in told
+    for page in (bare, told, told_):
+        assert "```\n```" not in page, "an engine without a command has no block for one"
+        assert "`FOLDER` is this folder, `TARGET` the folder or hub id of " in page
+    assert "vllm serve TARGET " in bare and "--model-path TARGET " in bare, "a mere name is no path to be served"
 
 
 def test_the_hub_is_asked_for_files_and_for_nothing_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
