@@ -73,8 +73,11 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float) -> str:
-    """12000 as 12k, 1500000 as 1.5M."""
+    """12000 as 12k, 1500000 as 1.5M, 0.00025 as 2.5e-4: what has room beside an axis."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
+    if 0 < abs(value) < 1e-3:
+        digits, power = f"{value:.2e}".split("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
     return f"{value:.3g}"

@@ -186,3 +186,5 @@ def test_a_line_is_drawn_where_its_numbers_are() -> None:
     )
     assert ticks(3, 3)[0] < ticks(3, 3)[-1] and ticks(0, 0.0007) == [0, 0.0002, 0.0004, 0.0006, 0.0008]
     assert chart("", {"a": []}) is None
+    rates = chart("", {"": [(0, 2e-5), (1, 2.5e-4)]})
+    assert rates and [one["label"] for one in rates["up"]] == ["0", "5e-5", "1e-4", "1.5e-4", "2e-4", "2.5e-4"]
