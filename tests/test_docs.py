@@ -83,6 +83,9 @@ def furnish(cwd: Path, words: list[str], export: Path, target: Path) -> None:
     (cwd / "conf").symlink_to(ROOT / "conf")
     for name in re.findall(r"path: (\w+\.jsonl)", " ".join(words)):
         (cwd / name).write_text((target / "data.jsonl").read_text())
+    for name in re.findall(r"export: ([\w/]+)", " ".join(words)):
+        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / name).symlink_to(export)
     for key, _, value in (word.partition("=") for word in words):
         if key not in PLACES or value in ("ngram", "none", "bench", "demo"):
             continue
