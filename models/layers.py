@@ -152,9 +152,12 @@ class Rotary:
         """[B, N] -> cos, sin [B, 1, N, 2 * frequencies], computed in float32."""
         if positions.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._angles(positions, dtype)
-        most = int(positions.max()) + 1 if positions.numel() else 1  # decoding asks for few at a time, again and again
-        if len(self._table) < most or self._table.dtype != dtype:
-            all_ = torch.arange(1 << (most - 1).bit_length())[None]
+        # decoding asks for few at a time, again and again
+        least, most = (int(part) for part in positions.aminmax()) if positions.numel() else (0, 0)
+        if least < 0:  # a table begins at 0
+            return self._angles(positions, dtype)
+        if len(self._table) <= most or self._table.dtype != dtype:
+            all_ = torch.arange(1 << most.bit_length())[None]
             self._table = torch.stack([part[0, 0] for part in self._angles(all_, dtype)], 1)
         cos, sin = self._table[positions][:, None].unbind(-2)
         return cos, sin
@@ -164,11 +167,6 @@ class Rotary:
         angles = positions[:, None, :, None].float() * self.frequencies
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
-
-
-def silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Whether this is what a layer's activation is in all but old models."""
-    return activation is F.silu
 
 
 def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

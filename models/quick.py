@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from paceline.models.drafter import Context
 from paceline.models.kernels import LANES, WIDEST, Library, kernels
-from paceline.models.layers import Attention, GatedMLP, RMSNorm, silu
+from paceline.models.layers import Attention, GatedMLP, RMSNorm
 from paceline.models.streams import StreamKeys, TreeKeys
 
 
@@ -58,7 +59,7 @@ class QuickMLP:
 
     @staticmethod
     def fits(mlp: Any) -> bool:
-        return mlp.gate_up.packed is not None and silu(mlp.act) and mlp.up_proj.out_features % LANES == 0
+        return mlp.gate_up.packed is not None and mlp.act is F.silu and mlp.up_proj.out_features % LANES == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         mlp = self._mlp

@@ -183,7 +183,7 @@ def test_a_drafter_whose_logits_are_no_numbers_is_refused() -> None:
 def test_angles_that_are_looked_up_are_those_that_are_computed() -> None:
     rotary, positions = Rotary(torch.tensor([1.0, 0.3, 0.01])), torch.tensor([[0, 3, 700], [5, 5, 64]])
     for dtype in (torch.bfloat16, torch.float32):
-        for asked in (positions[:, :2], positions):
+        for asked in (positions[:, :2], positions, positions - 1, positions[:, :0]):  # -1: a negative offset
             with torch.enable_grad():
                 computed = rotary(asked, dtype)
             for ours, theirs in zip(rotary(asked, dtype), computed, strict=True):
