@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 
-constexpr long LANES = 16, WIDEST = 256, BLOCK = 1024, ROWS = 4;
+constexpr long LANES = 16, WIDEST = 256, BLOCK = 1024, FEW = 3, MANY = 6;
 typedef uint16_t bf16;
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
@@ -285,8 +285,8 @@ static inline void turn(
 
 // ROWS queries look at the same committed keys and each at its own path behind them.
 //
-//     keys [size, width] and values [slots, size] in float32, the width padded with zeros   weights [ROWS, width]
-template <long SIZE>
+//     keys [size, width] and values [slots, size] in float32, whatever behind the slots   weights [ROWS, width]
+template <long ROWS, long SIZE>
 static void look(
     bf16 *const *out, const float (*query)[WIDEST], const float *keys, const float *values, long width, long committed,
     const long *const *path, const long *steps, float *weights, float scale, long any) {
@@ -330,47 +330,79 @@ static void look(
     }
 }
 
-// Write the keys and values of a pass behind those committed, and let its nodes look at their paths.
-//
-//     qkv     [B, N, Q + 2 S, D]    keys [B, S, D, capacity]    values [B, S, capacity, D]    out [B, N, Q, D]
-//     length  [B] committed slots   related [B, N, M]: whom of the M slots behind those each node sees, itself, one of
-//             the last N, included  cosine, sine [turns, D]     turn_of [B, N] or null: a node turns by its position,
-//             committed slots and path   query_norm, key_norm [D] or null
-extern "C" void attend(
-    bf16 *out, const bf16 *qkv, bf16 *keys, bf16 *values, const int64_t *length, const uint8_t *related,
-    const float *cosine, const float *sine, const int64_t *turn_of, const bf16 *query_norm, const bf16 *key_norm,
-    long B, long N, long M, long Q, long S, long D, long capacity, float eps, float scale) {
-    long heads = Q + 2 * S, group = Q / S, longest = 0;
-    for (long b = 0; b < B; b++) {
-        long begun = length[b] + M - N;  // where this pass writes
-        for (long n = 0; n < N; n++) {
+// Nodes of a pass that write their keys and values behind those committed, and look at their paths; see `attend`.
+struct Pass {
+    bf16 *out;
+    const bf16 *qkv;
+    bf16 *keys, *values;
+    const int64_t *length;
+    const uint8_t *related;
+    const float *cosine, *sine;
+    const int64_t *turn_of;
+    const bf16 *query_norm, *key_norm;
+    long B, N, M, Q, S, D, capacity;
+    float eps, scale;
+
+    long threads;
+
+    long parts() const {  // of a head's queries, so that threads have equally much to do
+        long most = N / 4 < 4 ? N / 4 : 4, few = 1;
+        while (few < most && B * S * few % threads) few++;
+        return few;
+    }
+    long looks() const { return B * S * parts(); }
+
+    long longest() const {
+        long most = 0;
+        for (long b = 0; b < B; b++) most = length[b] > most ? length[b] : most;
+        return most + M;
+    }
+
+    void write(long task) const {  // of B * S: one head's keys and values
+        long b = task / S, h = task % S, begun = length[b] + M - N, heads = Q + 2 * S;
+        bf16 *key = keys + task * D * capacity + begun, *value = values + (task * capacity + begun) * D;
+        for (long n = 0; n < N; n++, key++, value += D) {
             long at = length[b] - 1;
             for (long m = 0; m < M; m++) at += related[(b * N + n) * M + m];
             if (turn_of) at = turn_of[b * N + n];
-            for (long h = 0; h < S; h++) {
-                const bf16 *row = qkv + ((b * N + n) * heads + Q + h) * D;
-                bf16 *key = keys + (b * S + h) * D * capacity + begun + n, rounded[WIDEST];
-                float turned[WIDEST];
-                turn(turned, row, key_norm, eps, cosine + D * at, sine + D * at, D);
-                for (long d = 0; d < D; d += LANES) narrow(rounded + d, *(vec *)(turned + d));
-                for (long d = 0; d < D; d++) key[d * capacity] = rounded[d];
-                memcpy(values + ((b * S + h) * capacity + begun + n) * D, row + S * D, D * sizeof(bf16));
-            }
+            const bf16 *row = qkv + ((b * N + n) * heads + Q + h) * D;
+            float turned[WIDEST];
+            bf16 rounded[WIDEST];
+            turn(turned, row, key_norm, eps, cosine + D * at, sine + D * at, D);
+            for (long d = 0; d < D; d += LANES) narrow(rounded + d, *(vec *)(turned + d));
+            for (long d = 0; d < D; d++) key[d * capacity] = rounded[d];
+            memcpy(value, row + S * D, D * sizeof(bf16));
         }
-        longest = length[b] + M > longest ? length[b] + M : longest;
     }
-    long parts = N < 8 ? 1 : 4;
-#pragma omp parallel for schedule(dynamic) if (B * N * Q * longest > 20000)
-    for (long task = 0; task < B * S * parts; task++) {
-        long b = task / parts / S, h = task / parts % S, part = task % parts, all = length[b] + M;
-        long from = N * part / parts, rows = (N * (part + 1) / parts - from) * group;
+
+    void see(long task) const {  // of `looks`: some queries of one head, after all keys of that are written
+        long part = task % parts(), group = Q / S;
+        task /= parts();
+        long b = task / S, h = task % S, all = length[b] + M;
+        long from = N * part / parts(), rows = (N * (part + 1) / parts() - from) * group;
         long width = (all + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
-        float *k = scratch((2 * D + ROWS) * width + 2 * ROWS * M), *v = k + D * width, *weights = v + D * width;
-        long *paths = (long *)(weights + ROWS * width);
-        const bf16 *key = keys + (b * S + h) * D * capacity, *value = values + (b * S + h) * capacity * D;
-        for (long d = 0; d < D; d++)
-            for (long i = 0; i < width; i++) k[d * width + i] = i < all ? single(key[d * capacity + i]) : 0.0f;
+        float *k = scratch((2 * D + MANY) * width + 2 * MANY * M), *v = k + D * width;
+        const bf16 *key = keys + task * D * capacity, *value = values + task * capacity * D;
+        for (long d = 0; d < D; d++, key += capacity) {
+            long i = 0;
+            for (; i + LANES <= all; i += LANES) *(vec *)(k + d * width + i) = wide(key + i);
+            for (; i < width; i++) k[d * width + i] = i < all ? single(key[i]) : 0.0f;
+        }
         for (long i = 0; i < all * D; i += LANES) *(vec *)(v + i) = wide(value + i);
+        if (rows > FEW) {
+            auto run = D == 64 ? look<MANY, 64> : D == 128 ? look<MANY, 128> : look<MANY, 0>;
+            in_rows<MANY>(run, b, h, from, rows, width, k, v);
+        } else {
+            auto run = D == 64 ? look<FEW, 64> : D == 128 ? look<FEW, 128> : look<FEW, 0>;
+            in_rows<FEW>(run, b, h, from, rows, width, k, v);
+        }
+    }
+
+    template <long ROWS, typename Look>
+    void in_rows(Look run, long b, long h, long from, long rows, long width, const float *k, float *v) const {
+        long group = Q / S, heads = Q + 2 * S;
+        float *weights = v + D * width;
+        long *paths = (long *)(weights + ROWS * width);
         for (long first = 0; first < rows; first += ROWS) {
             float query[ROWS][WIDEST];
             bf16 *to[ROWS];
@@ -388,8 +420,24 @@ extern "C" void attend(
                 turn(query[r], qkv + ((b * N + n) * heads + g) * D, query_norm, eps, cosine + at, sine + at, D);
                 to[r] = out + ((b * N + n) * Q + g) * D;
             }
-            auto run = D == 64 ? look<64> : D == 128 ? look<128> : look<0>;
             run(to, query, k, v, width, length[b], path, steps, weights, scale, D);
         }
     }
+};
+
+// Write the keys and values of a pass behind those committed, and let its nodes look at their paths.
+//
+//     qkv     [B, N, Q + 2 S, D]    keys [B, S, D, capacity]    values [B, S, capacity, D]    out [B, N, Q, D]
+//     length  [B] committed slots   related [B, N, M]: whom of the M slots behind those each node sees, itself, one of
+//             the last N, included  cosine, sine [turns, D]     turn_of [B, N] or null: a node turns by its position,
+//             committed slots and path   query_norm, key_norm [D] or null
+extern "C" void attend(
+    bf16 *out, const bf16 *qkv, bf16 *keys, bf16 *values, const int64_t *length, const uint8_t *related,
+    const float *cosine, const float *sine, const int64_t *turn_of, const bf16 *query_norm, const bf16 *key_norm,
+    long B, long N, long M, long Q, long S, long D, long capacity, long threads, float eps, float scale) {
+    Pass pass{out, qkv, keys, values, length, related, cosine, sine, turn_of, query_norm, key_norm,
+              B, N, M, Q, S, D, capacity, eps, scale, threads};
+    for (long task = 0; task < B * S; task++) pass.write(task);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (B * N * Q * pass.longest() > 10000)
+    for (long task = 0; task < pass.looks(); task++) pass.see(task);
 }

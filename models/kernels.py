@@ -1,10 +1,12 @@
-"""kernels.cpp, compiled for this machine when it is first wanted, and called by addresses.
+"""kernels.cpp and passes.cpp, compiled for this machine when they are first wanted, and called by addresses.
 
 Knows a C++ compiler and ctypes. Does not know what the numbers mean: packed.py does.
 """
 
+import contextlib
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import shutil
@@ -19,7 +21,7 @@ from torch import Tensor
 from paceline.models.errors import Refusal
 from paceline.models.made import made_once
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE = Path(__file__).with_name("passes.cpp")  # includes the other
 LANES, WIDEST = 16, 256  # as in kernels.cpp: rows are multiples of the one, heads no wider than the other
 MOST = 64  # numbers that `topmost` picks of a row
 # no -ffast-math: the order of every sum is part of what is promised
@@ -29,14 +31,22 @@ SIGNATURES = {
     "norm": [_ADDRESS] * 3 + [_COUNT] * 2 + [_NUMBER],
     "gated": [_ADDRESS] * 2 + [_COUNT] * 2,
     "largest": [_ADDRESS] * 2 + [_COUNT] * 3,
-    "attend": [_ADDRESS] * 11 + [_COUNT] * 7 + [_NUMBER] * 2,
+    "attend": [_ADDRESS] * 11 + [_COUNT] * 8 + [_NUMBER] * 2,
     "topmost": [_ADDRESS] * 4 + [_COUNT] * 4,
     "learn": [_ADDRESS] * 7 + [_COUNT] * 6 + [_NUMBER] * 2,
+    "linear": [_ADDRESS] * 5 + [_COUNT] * 6,
+    "gated_linear": [_ADDRESS] * 4 + [_COUNT] * 4,
+    "layers": [_ADDRESS] * 7 + [_COUNT] * 11 + [_NUMBER] * 2,
 }
 
 
 class Library(ctypes.CDLL):
-    """One for all: a model that is copied, as a trunk that is to be trained, keeps the library of the one it is of."""
+    """One for all: a model that is copied, as a trunk that is to be trained, keeps the library of the one it is of.
+
+    tiled: whether there are products: a processor with AMX, and a system that lets it be used.
+    """
+
+    tiled: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Library":
         return self
@@ -50,7 +60,8 @@ def kernels() -> Library | None:
     )
     if not compiler or platform.system() != "Linux":
         return None
-    made_of = (SOURCE.read_text(), compiler, *FLAGS, torch.__version__, _processor())
+    sources = [SOURCE.with_name(name).read_text() for name in ("kernels.cpp", "passes.cpp")]
+    made_of = (*sources, compiler, *FLAGS, torch.__version__, _processor())
     name = f"kernels-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
 
     def build(work: Path) -> None:
@@ -62,6 +73,7 @@ def kernels() -> Library | None:
         return None
     for function, arguments in SIGNATURES.items():
         getattr(library, function).argtypes, getattr(library, function).restype = arguments, None
+    library.tiled = bool(library.tiles())
     return library
 
 
@@ -79,6 +91,37 @@ def topmost(x: Tensor, many: int, width: int | None = None) -> tuple[Tensor, Ten
     at = [part.data_ptr() for part in (mass, top, where, x)]
     quick.topmost(*at, mass.numel(), width, x.shape[-1], many)
     return mass, top, where
+
+
+PAGE, CHUNK = 1 << 21, 1 << 26  # bytes: of a large page, and that are asked of the system at once
+
+
+class Arena:
+    """Memory of large pages, where the system has them: weights that every pass reads once lie in it, a quarter quicker
+    to read for that. What a tensor was given is free again when all of its chunk is.
+    """
+
+    def __init__(self) -> None:
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def bfloat16(self, numbers: int) -> Tensor:
+        """[numbers], not set."""
+        size = -(-2 * numbers // 64) * 64
+        if self._used + size > len(self._chunk):
+            whole = max(-(-size // PAGE) * PAGE, CHUNK)
+            buffer = mmap.mmap(-1, whole + PAGE)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # a system without them
+                    buffer.madvise(mmap.MADV_HUGEPAGE)
+            chunk = torch.frombuffer(buffer, dtype=torch.uint8)
+            begin = -chunk.data_ptr() % PAGE
+            self._chunk, self._used = chunk[begin : begin + whole], 0
+        part = self._chunk[self._used : self._used + 2 * numbers]
+        self._used += size
+        return part.view(torch.bfloat16)
+
+
+ARENA = Arena()
 
 
 def _processor() -> str:

@@ -212,7 +212,7 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, width, bias=bias)
         self.up_proj = nn.Linear(hidden, width, bias=bias)
         self.down_proj = nn.Linear(width, hidden, bias=bias)
-        self.gate_up = Beside(self.gate_proj, self.up_proj)
+        self.gate_up = Beside(self.gate_proj, self.up_proj, halves=True)
         self.act = ACTIVATIONS[options.activation or "silu"]
 
     def forward(self, x: Tensor) -> Tensor:

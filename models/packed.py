@@ -15,35 +15,70 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.models.cache import Cache
-from paceline.models.kernels import kernels
+from paceline.models.kernels import ARENA, kernels
 
 
 class Packed:
-    """A bfloat16 weight [out, in] as oneDNN wants it; called like F.linear, without its gradient.
+    """A bfloat16 weight [out, in], laid out as a product of few rows reads it; called like F.linear, without its
+    gradient. Where passes.cpp has products (a CPU with AMX) they take it, and a row's bits never depend on its company;
+    elsewhere oneDNN's do.
 
-    rows: None, or the most that one product takes, and never one alone. oneDNN sums the rows of a product one like the
-    other, but does it otherwise for a single row, or for more of them than fit one step of its kernel.
+    rows: None, or the most that one product of oneDNN takes, and never one alone: it sums the rows of a product one
+    like the other, but does it otherwise for a single row, or for more of them than fit one step of its kernel. Of the
+    others nothing needs to be asked, but with None what has very many rows may be torch's.
+    halves: the weight is two of the same height, of which one may gate the other.
     """
 
     rows: int | None = None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, halves: bool = False):
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
-        self._laid_out = torch.ops.mkldnn._reorder_linear_weight(self.weight, 16)  # rows of a usual pass, as a hint
+        functions, (width, depth) = kernels(), weight.shape
+        self.tiles: Tensor | None = None
+        self._functions, self.halves = functions, halves and width % (2 * TILE) == 0
+        if functions is not None and functions.tiled and depth % DEEP == 0:
+            self.tiles = _in_tiles(self.weight, self.halves)
+        else:
+            self._laid_out = torch.ops.mkldnn._reorder_linear_weight(self.weight, 16)  # rows of a usual pass, as a hint
 
     def __deepcopy__(self, memo: dict) -> "Packed":
         return self  # what is packed cannot be copied, and never changes
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """[..., in] -> [..., out]; `added` [..., out] before the sum is rounded."""
-        if x.dtype != torch.bfloat16 or x.requires_grad:
+        rows = x.numel() // x.shape[-1]
+        plain = self.tiles is not None and self.rows is None and rows > MANY
+        if x.dtype != torch.bfloat16 or x.requires_grad or plain:
             out = F.linear(x, self.weight, self.bias)
             return out if added is None else out + added
-        if self.rows is not None and not 2 <= x.numel() // x.shape[-1] <= self.rows:
+        if self.tiles is not None:
+            return self._by_tiles(x, added, rows)
+        if self.rows is not None and not 2 <= rows <= self.rows:
             return self._by_few(x, added)
         if added is None:
             return torch.ops.mkldnn._linear_pointwise(x, self._laid_out, self.bias, "none", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(x, added, self._laid_out, self.bias, "add")
+
+    def gated(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out / 2]: silu of what the first half makes of x, times what the other does."""
+        assert self._functions is not None
+        width, rows = len(self.weight) // 2, x.numel() // x.shape[-1]
+        out = x.new_empty(*x.shape[:-1], width)
+        if self.tiles is not None and self.halves:
+            at = [out.data_ptr(), x.data_ptr(), self.tiles.data_ptr(), _address(self.bias)]
+            self._functions.gated_linear(*at, rows, x.shape[-1], width, torch.get_num_threads())
+        else:
+            self._functions.gated(out.data_ptr(), self(x).data_ptr(), rows, width)
+        return out
+
+    def _by_tiles(self, x: Tensor, added: Tensor | None, rows: int) -> Tensor:
+        assert self._functions is not None and self.tiles is not None
+        x, added = x.contiguous(), None if added is None else added.contiguous()
+        out = x.new_empty(*x.shape[:-1], len(self.weight))
+        at = out.data_ptr(), x.data_ptr(), self.tiles.data_ptr(), _address(self.bias), _address(added)
+        sizes = rows, x.shape[-1], len(self.weight), len(self.tiles), self.halves, torch.get_num_threads()
+        self._functions.linear(*at, *sizes)
+        return out
 
     def _by_few(self, x: Tensor, added: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -60,6 +95,27 @@ class Packed:
         return out.reshape(*x.shape[:-1], -1)
 
 
+TILE, DEEP = 16, 32  # as in passes.cpp
+MANY = 512  # rows from which torch's products, which lay the weight out anew, are as quick
+
+
+def _in_tiles(weight: Tensor, halves: bool) -> Tensor:
+    """[out, in] -> [pairs, in / DEEP, 2, DEEP / 2, TILE, 2], two columns of tiles a pair: neighbours, or with `halves`
+    one of each half."""
+    width, depth = weight.shape
+    pairs = -(-width // (2 * TILE))
+    if width < pairs * 2 * TILE:
+        weight = F.pad(weight, (0, 0, 0, pairs * 2 * TILE - width))
+    parts = weight.view(2, pairs, TILE, depth // DEEP, DEEP // 2, 2).transpose(0, 1) if halves else weight
+    parts = parts.reshape(pairs, 2, TILE, depth // DEEP, DEEP // 2, 2)
+    out = ARENA.bfloat16(pairs * 2 * TILE * depth).view(pairs, depth // DEEP, 2, DEEP // 2, TILE, 2)
+    return out.copy_(parts.permute(0, 3, 1, 4, 2, 5))
+
+
+def _address(part: Tensor | None) -> int:
+    return 0 if part is None else part.data_ptr()
+
+
 def packable(weight: Tensor) -> bool:
     """Whether there is anything to gain, and this machine's torch can do it."""
     return (
@@ -72,10 +128,13 @@ def packable(weight: Tensor) -> bool:
 
 
 class Beside:
-    """Linear layers that read the same rows; packed, they are one product. No module: the layers stay their owner's."""
+    """Linear layers that read the same rows; packed, they are one product. No module: the layers stay their owner's.
 
-    def __init__(self, *parts: nn.Linear):
-        self.parts = parts
+    halves: see `Packed`.
+    """
+
+    def __init__(self, *parts: nn.Linear, halves: bool = False):
+        self.parts, self._halves = parts, halves
         self.packed: Packed | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -85,7 +144,7 @@ class Beside:
         return self.packed(x).split([part.out_features for part in self.parts], -1)
 
     def pack(self) -> None:
-        self.packed = _joined(*self.parts)
+        self.packed = _joined(*self.parts, halves=self._halves)
 
     def unpack(self) -> None:
         self.packed = None
@@ -108,7 +167,7 @@ class PackedLayer:
         self.heads, self.kv_heads = (part.out_features // self.size for part in (attention.q_proj, attention.k_proj))
         self._turned = self.heads + self.kv_heads
         self.into, self.out = _joined(attention.q_proj, attention.k_proj, attention.v_proj), _joined(attention.o_proj)
-        self.gate_up, self.down = _joined(mlp.gate_proj, mlp.up_proj), _joined(mlp.down_proj)
+        self.gate_up, self.down = _joined(mlp.gate_proj, mlp.up_proj, halves=True), _joined(mlp.down_proj)
         self.inner = mlp.up_proj.out_features
         self._act = mlp.act_fn
         self.norms = layer.input_layernorm, layer.post_attention_layernorm
@@ -178,6 +237,7 @@ class PackedTrunk:
         self._layers: list[PackedLayer] = [layer.forward for layer in trunk.layers]
         self._angles = torch.empty(2, 0, 0)
         self._kernels = kernels() if all(layer.plain for layer in self._layers) else None
+        self._weights = None if self._kernels is None else _addresses(self._layers)
 
     @classmethod
     def fits(cls, trunk: Any) -> bool:
@@ -220,21 +280,60 @@ class PackedTrunk:
     @torch.no_grad()
     def run(self, ids: Tensor, tree: Tensor | None, cache: Cache, taps: Sequence[int]) -> dict[int, Tensor]:
         """ids [B, N], tree [B, N, N] as in `Target.forward`; returns the taps and -1, the norm's output, [B, N, H]."""
-        assert self._kernels is not None
-        norm, gated, attend = self._kernels.norm, self._kernels.gated, self._kernels.attend
         rows, nodes = ids.shape
         cache.place(nodes)
         if tree is None:
             tree = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, -1, -1)
         tree, length, angles = tree.contiguous(), cache.length.contiguous(), self._turns(cache.capacity)
-        keys, values = (stack.unbind() for stack in self._stacks(cache))
-        x = self._trunk.embed_tokens(ids).flatten(0, 1)
-        form, real = self._layers[0], len(x)
+        x, stacks = self._trunk.embed_tokens(ids), self._stacks(cache)
+        placed = length.data_ptr(), tree.data_ptr(), angles[0].data_ptr(), angles[1].data_ptr()
+        if self._weights is not None:
+            tapped = self._whole(x, self._weights, stacks, placed, cache.capacity, taps)
+        else:
+            tapped = self._by_layers(x, stacks, placed, cache.capacity)
+        last = tapped[-1] = torch.empty_like(x)
+        norm, x = self._trunk.norm, tapped[len(self._layers)]
+        at = last.data_ptr(), x.data_ptr(), norm.weight.data_ptr()
+        self._kernels.norm(*at, rows * nodes, x.shape[-1], norm.variance_epsilon)
+        return {k: tapped[k] for k in (*taps, -1)}
+
+    def _whole(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        stacks: tuple[Tensor, ...],
+        placed: tuple[int, ...],
+        capacity: int,
+        taps: Sequence[int],
+    ) -> dict[int, Tensor]:
+        """One call for all layers: the inputs of those that `taps` names, and at L what the last returns."""
+        assert self._kernels is not None
+        form, count, (rows, nodes, hidden) = self._layers[0], len(self._layers), x.shape
+        tapped = {k: torch.empty_like(x) for k in taps if 0 <= k < count}
+        table = torch.zeros(count, weights.shape[1] + 3, dtype=torch.long)
+        table[:, :-3] = weights
+        for column, stack in zip((-3, -2), stacks, strict=True):
+            table[:, column] = stack.data_ptr() + torch.arange(count) * stack.stride(0) * stack.element_size()
+        for k, tap in tapped.items():
+            table[k, -1] = tap.data_ptr()
+        work = x.new_empty(rows * nodes * (hidden + 2 * (form.heads + form.kv_heads) * form.size + form.inner))
+        sizes = count, rows, nodes, nodes, hidden, form.inner, form.heads, form.kv_heads, form.size, capacity
+        scales = form.norms[0].variance_epsilon, form.scaling
+        at = x.data_ptr(), table.data_ptr(), work.data_ptr()
+        self._kernels.layers(*at, *placed, *sizes, torch.get_num_threads(), *scales)
+        return tapped | {count: x}
+
+    def _by_layers(self, x: Tensor, stacks: tuple[Tensor, ...], placed: tuple[int, ...], capacity: int) -> dict:
+        """The same with oneDNN's products. The inputs of all layers, and at L what the last returns."""
+        assert self._kernels is not None
+        norm, gated, attend = self._kernels.norm, self._kernels.gated, self._kernels.attend
+        form, (rows, nodes, hidden) = self._layers[0], x.shape
+        sizes = rows, nodes, nodes, form.heads, form.kv_heads, form.size, capacity, torch.get_num_threads()
+        keys, values = (stack.unbind() for stack in stacks)
+        x, real = x.flatten(0, 1), rows * nodes
         if real == 1 and form.into.rows is not None:
             x = x.repeat(2, 1)  # all the way, rather than in each product
-        many, hidden = x.shape
-        sizes = rows, nodes, nodes, form.heads, form.kv_heads, form.size, cache.capacity
-        placed = length.data_ptr(), tree.data_ptr(), angles[0].data_ptr(), angles[1].data_ptr(), 0
+        many = len(x)
         normed, seen, inner = (
             torch.zeros(many, width, dtype=x.dtype) for width in (hidden, form.heads * form.size, form.inner)
         )
@@ -247,17 +346,14 @@ class PackedTrunk:
             norm(h, x.data_ptr(), before.weight.data_ptr(), many, hidden, before.variance_epsilon)
             qkv = layer.into(normed)
             written = keys[number].data_ptr(), values[number].data_ptr()
-            attend(s, qkv.data_ptr(), *written, *placed, *own, *sizes, before.variance_epsilon, layer.scaling)
+            attend(s, qkv.data_ptr(), *written, *placed, 0, *own, *sizes, before.variance_epsilon, layer.scaling)
             x = layer.out(seen, x)
             norm(h, x.data_ptr(), after.weight.data_ptr(), many, hidden, after.variance_epsilon)
             both = layer.gate_up(normed)
             gated(i, both.data_ptr(), many, form.inner)
             x = layer.down(inner, x)
         tapped[len(self._layers)] = x
-        tapped[-1] = torch.empty_like(x)
-        last = self._trunk.norm
-        norm(tapped[-1].data_ptr(), x.data_ptr(), last.weight.data_ptr(), many, hidden, last.variance_epsilon)
-        return {k: tapped[k][:real].view(rows, nodes, hidden) for k in (*taps, -1)}
+        return {k: tap[:real].view(rows, nodes, hidden) for k, tap in tapped.items()}
 
     def by_few(self, rows: int | None) -> bool:
         """Let no product take more rows than this, nor one alone; None: as it comes. False where `run` cannot be."""
@@ -282,11 +378,24 @@ class PackedTrunk:
         return self._angles
 
 
-def _joined(*parts: nn.Linear) -> Packed:
+def _addresses(layers: Sequence[PackedLayer]) -> Tensor | None:
+    """[L, 12] where the weights of each lie, as `layers` of passes.cpp takes them; None where it cannot."""
+    alike = {(norm.variance_epsilon, layer.scaling) for layer in layers for norm in layer.norms}
+    rows = []
+    for layer in layers:
+        products = layer.into, layer.out, layer.gate_up, layer.down
+        if any(product.tiles is None for product in products) or not layer.gate_up.halves or len(alike) > 1:
+            return None
+        norms = [0 if norm is None else norm.weight.data_ptr() for norm in (*layer.norms, *layer.own_norms)]
+        rows.append(norms + [_address(part) for product in products for part in (product.tiles, product.bias)])
+    return torch.tensor(rows)
+
+
+def _joined(*parts: nn.Linear, halves: bool = False) -> Packed:
     """Linear layers that read the same rows, as one."""
     biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     weights: list[Tensor] = [part.weight for part in parts]
-    return Packed(torch.cat(weights), torch.cat(biases) if biases else None)
+    return Packed(torch.cat(weights), torch.cat(biases) if biases else None, halves)
 
 
 def _normed(x: Tensor, norm: Any) -> Tensor:

@@ -55,7 +55,7 @@ class QuickMLP:
     OF = GatedMLP
 
     def __init__(self, mlp: Any, functions: Library):
-        self._mlp, self._functions, self._width = mlp, functions, mlp.up_proj.out_features
+        self._mlp = mlp
 
     @staticmethod
     def fits(mlp: Any) -> bool:
@@ -65,10 +65,7 @@ class QuickMLP:
         mlp = self._mlp
         if not _ours(x):
             return type(mlp).forward(mlp, x)
-        both = mlp.gate_up.packed(x)
-        inner = both.new_empty(*x.shape[:-1], self._width)
-        self._functions.gated(inner.data_ptr(), both.data_ptr(), inner.numel() // self._width, self._width)
-        return mlp.down_proj(inner)
+        return mlp.down_proj(mlp.gate_up.packed.gated(x))
 
 
 class QuickAttention:
@@ -109,7 +106,7 @@ class QuickAttention:
         weights = [norm.weight.data_ptr() for norm in norms] or [0, 0]
         seen = qkv.new_empty(rows, nodes, self._heads * self._size)
         at = [part.data_ptr() for part in (seen, qkv, *stacks, length, related, cos, sin, turn_of)]
-        sizes = rows, nodes, related.shape[2], self._heads, self._kv_heads, self._size, cache.capacity
+        sizes = rows, nodes, related.shape[2], self._heads, self._kv_heads, self._size, cache.capacity, torch.get_num_threads()
         self._functions.attend(*at, *weights, *sizes, norms[0].eps if norms else 0.0, self._size**-0.5)
         return attention.o_proj(seen)
 

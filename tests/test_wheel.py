@@ -22,6 +22,7 @@ def test_the_wheel_trains_and_exports_with_its_own_conf_and_data(tmp_path: Path)
         "conf/medusa.yaml",
         "models/tiny/tokenizer.json",
         "models/kernels.cpp",
+        "models/passes.cpp",
     ):
         assert f"paceline/{wanted}" in names
     assert not [name for name in names if "test" in name.split("/")[0]]
