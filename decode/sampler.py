@@ -187,7 +187,7 @@ def likeliest(logits: Tensor) -> Tensor:
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     out = torch.empty(len(rows), dtype=torch.long)
-    quick.largest(out.data_ptr(), rows.data_ptr(), *rows.shape, rows.stride(0))
+    quick.largest(out.data_ptr(), rows.data_ptr(), *rows.shape, rows.stride(0), torch.get_num_threads())
     return out.view(logits.shape[:-1])
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Cache as TransformersCache
 
 from paceline.models.errors import Refusal
+from paceline.models.kernels import kernels
 
 # Rows of a text that are read in one pass, of the target or of a drafter: a mask of who sees whom is never larger than
 # this by the text's length, where that of a whole text grows with its square. So many rows keep a processor's products
@@ -102,15 +103,18 @@ class Cache(TransformersCache):
         there = torch.arange(wide, device=nodes.device)
         if wide and bool(((nodes != there) & (there < count[:, None])).any()):
             # node indices ascend, so nodes[j] >= j: a row never overwrites one that is still to be moved
-            rows = torch.arange(len(nodes), device=nodes.device)[:, None]
             source = self.length[:, None] + torch.where(there < count[:, None], nodes, there)
-            target = self.length[:, None] + there
-            if self._stacks:
-                keys, values = self._stacks[0].transpose(-1, -2), self._stacks[1]
-                for stack in (keys, values):
-                    stack[:, rows, :, target] = stack[:, rows, :, source]
+            functions = kernels() if self._stacks and self._stacks[0].device.type == "cpu" else None
+            if functions is not None and self._stacks[0].dtype == torch.bfloat16:
+                at = *self._stacks, source, self.length.contiguous(), count.contiguous()
+                layers, batch, heads, slots, size = self._stacks[1].shape
+                functions.move(*(part.data_ptr() for part in at), layers, batch, heads, size, wide, slots)
             else:
-                for buffer in (*self.keys, *self.values):
+                rows, target = torch.arange(len(nodes), device=nodes.device)[:, None], self.length[:, None] + there
+                stacks = (self._stacks[0].transpose(-1, -2), self._stacks[1]) if self._stacks else ()
+                for stack in stacks:
+                    stack[:, rows, :, target] = stack[:, rows, :, source]
+                for buffer in () if stacks else (*self.keys, *self.values):
                     buffer[rows, :, target] = buffer[rows, :, source]
         self.length = self.length + count
 

@@ -66,12 +66,6 @@ static inline float scale_of(const float *x, long width, float eps) {  // what a
     return 1.0f / sqrtf(total(squares) / width + eps);
 }
 
-static inline int16_t ordered(bf16 x) {  // as the numbers are; -0 is 0, and what is no number comes last
-    if ((x & 0x7fff) > 0x7f80) return INT16_MAX;
-    if (x == 0x8000) return 0;
-    return (int16_t)(x & 0x8000 ? x ^ 0x7fff : x);
-}
-
 // out [rows, width] = x * weight / rms(x)
 extern "C" void norm(bf16 *out, const bf16 *x, const bf16 *weight, long rows, long width, float eps) {
     for (long row = 0; row < rows; row++, x += width, out += width) {
@@ -92,20 +86,35 @@ extern "C" void gated(bf16 *out, const bf16 *both, long rows, long width) {
 }
 
 // out [rows]: where the first of the largest lies (of what is no number, if there is any); rows begin `stride` apart
-extern "C" void largest(int64_t *out, const bf16 *x, long rows, long width, long stride) {
-    for (long row = 0; row < rows; row++, x += stride) {
-        int16_t best = INT16_MIN;
+extern "C" void largest(int64_t *out, const bf16 *x, long rows, long width, long stride, long threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > 100000)
+    for (long row = 0; row < rows; row++) {
+        const bf16 *mine = x + row * stride;
+        float best = -INFINITY;
         long where = 0;
-        for (long from = 0; from < width; from += BLOCK) {
-            long to = from + BLOCK < width ? from + BLOCK : width;
-            int16_t top = INT16_MIN;
-            for (long i = from; i < to; i++) {
-                int16_t u = ordered(x[i]);
-                top = u > top ? u : top;
+        for (long from = 0; from < width && best == best; from += BLOCK) {
+            long to = from + BLOCK < width ? from + BLOCK : width, i = from;
+            vec top = {0}, more = {0};
+            ints none = {0};
+            top -= INFINITY, more -= INFINITY;
+            for (; i + 2 * LANES <= to; i += 2 * LANES) {
+                vec first = wide(mine + i), second = wide(mine + i + LANES);
+                top = most(top, first), more = most(more, second), none |= (first != first) | (second != second);
             }
-            if (top > best) best = top, where = from;
+            for (; i < to; i++) {
+                float value = single(mine[i]);
+                top[0] = value > top[0] ? value : top[0], none[0] |= value != value;
+            }
+            top = most(top, more);
+            float high = top[0];
+            for (int lane = 0; lane < LANES; lane++) {
+                high = top[lane] > high ? top[lane] : high;
+                if (none[lane]) best = NAN, where = from;
+            }
+            if (high > best) best = high, where = from;
         }
-        while (ordered(x[where]) != best) where++;
+        auto found = [&](float value) { return best == best ? value == best : value != value; };
+        while (!found(single(mine[where]))) where++;
         out[row] = where;
     }
 }
@@ -283,18 +292,32 @@ static inline void turn(
     }
 }
 
+// What will be read next from memory, asked for while the processor computes.
+struct Ahead {
+    const char *at[2], *end[2];
+    long part = 0;
+
+    void line() {
+        if (part == 2) return;
+        __builtin_prefetch(at[part], 0, 2);
+        at[part] += 64;
+        if (at[part] >= end[part]) part++;
+    }
+};
+
 // ROWS queries look at the same committed keys and each at its own path behind them.
 //
 //     keys [size, width] and values [slots, size] in float32, whatever behind the slots   weights [ROWS, width]
 template <long ROWS, long SIZE>
 static void look(
     bf16 *const *out, const float (*query)[WIDEST], const float *keys, const float *values, long width, long committed,
-    const long *const *path, const long *steps, float *weights, float scale, long any) {
+    const long *const *path, const long *steps, float *weights, float scale, long any, Ahead &ahead) {
     const long size = SIZE ? SIZE : any;
     constexpr long WIDE = SIZE ? 4 : 1;  // vectors of values at a time
     for (long i = 0; i < width; i += 2 * LANES) {
         vec sum[ROWS][2] = {};
         for (long d = 0; d < size; d++) {
+            ahead.line();
             vec first = *(const vec *)(keys + d * width + i), second = *(const vec *)(keys + d * width + i + LANES);
             for (long r = 0; r < ROWS; r++) sum[r][0] += query[r][d] * first, sum[r][1] += query[r][d] * second;
         }
@@ -316,10 +339,12 @@ static void look(
     }
     for (long d = 0; d < size; d += WIDE * LANES) {
         vec mean[ROWS][WIDE] = {};
-        for (long i = 0; i < committed; i++)
+        for (long i = 0; i < committed; i++) {
+            ahead.line();
             for (long r = 0; r < ROWS; r++)
                 for (long w = 0; w < WIDE; w++)
                     mean[r][w] += weights[r * width + i] * *(const vec *)(values + i * size + d + w * LANES);
+        }
         for (long r = 0; r < ROWS; r++) {
             for (long i = 0; i < steps[r]; i++)
                 for (long w = 0; w < WIDE; w++)
@@ -375,7 +400,7 @@ struct Pass {
         }
     }
 
-    void see(long task) const {  // of `looks`: some queries of one head, after all keys of that are written
+    void see(long task, Ahead &ahead) const {  // of `looks`: some queries of one head, after all keys of that are written
         long part = task % parts(), group = Q / S;
         task /= parts();
         long b = task / S, h = task % S, all = length[b] + M;
@@ -391,15 +416,15 @@ struct Pass {
         for (long i = 0; i < all * D; i += LANES) *(vec *)(v + i) = wide(value + i);
         if (rows > FEW) {
             auto run = D == 64 ? look<MANY, 64> : D == 128 ? look<MANY, 128> : look<MANY, 0>;
-            in_rows<MANY>(run, b, h, from, rows, width, k, v);
+            in_rows<MANY>(run, b, h, from, rows, width, k, v, ahead);
         } else {
             auto run = D == 64 ? look<FEW, 64> : D == 128 ? look<FEW, 128> : look<FEW, 0>;
-            in_rows<FEW>(run, b, h, from, rows, width, k, v);
+            in_rows<FEW>(run, b, h, from, rows, width, k, v, ahead);
         }
     }
 
     template <long ROWS, typename Look>
-    void in_rows(Look run, long b, long h, long from, long rows, long width, const float *k, float *v) const {
+    void in_rows(Look run, long b, long h, long from, long rows, long width, const float *k, float *v, Ahead &ahead) const {
         long group = Q / S, heads = Q + 2 * S;
         float *weights = v + D * width;
         long *paths = (long *)(weights + ROWS * width);
@@ -420,10 +445,27 @@ struct Pass {
                 turn(query[r], qkv + ((b * N + n) * heads + g) * D, query_norm, eps, cosine + at, sine + at, D);
                 to[r] = out + ((b * N + n) * Q + g) * D;
             }
-            run(to, query, k, v, width, length[b], path, steps, weights, scale, D);
+            run(to, query, k, v, width, length[b], path, steps, weights, scale, D, ahead);
         }
     }
 };
+
+// Move slots of each row to where they stay: from [B, J], ascending, the first `count` [B] of them, to `to` [B] and on.
+//
+//     keys [layers, B, S, D, capacity]   values [layers, B, S, capacity, D]
+extern "C" void move(
+    bf16 *keys, bf16 *values, const int64_t *from, const int64_t *to, const int64_t *count, long layers, long B, long S,
+    long D, long J, long capacity) {
+    for (long group = 0; group < layers * B * S; group++) {
+        long b = group / S % B;
+        bf16 *key = keys + group * D * capacity, *value = values + group * capacity * D;
+        const int64_t *mine = from + b * J;
+        for (long d = 0; d < D; d++, key += capacity)
+            for (long j = 0; j < count[b]; j++) key[to[b] + j] = key[mine[j]];
+        for (long j = 0; j < count[b]; j++)
+            if (mine[j] != to[b] + j) memcpy(value + (to[b] + j) * D, value + mine[j] * D, D * sizeof(bf16));
+    }
+}
 
 // Write the keys and values of a pass behind those committed, and let its nodes look at their paths.
 //
@@ -439,5 +481,8 @@ extern "C" void attend(
               B, N, M, Q, S, D, capacity, eps, scale, threads};
     for (long task = 0; task < B * S; task++) pass.write(task);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (B * N * Q * pass.longest() > 10000)
-    for (long task = 0; task < pass.looks(); task++) pass.see(task);
+    for (long task = 0; task < pass.looks(); task++) {
+        Ahead nothing = {{}, {}, 2};
+        pass.see(task, nothing);
+    }
 }

@@ -30,8 +30,9 @@ _ADDRESS, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 SIGNATURES = {
     "norm": [_ADDRESS] * 3 + [_COUNT] * 2 + [_NUMBER],
     "gated": [_ADDRESS] * 2 + [_COUNT] * 2,
-    "largest": [_ADDRESS] * 2 + [_COUNT] * 3,
+    "largest": [_ADDRESS] * 2 + [_COUNT] * 4,
     "attend": [_ADDRESS] * 11 + [_COUNT] * 8 + [_NUMBER] * 2,
+    "move": [_ADDRESS] * 5 + [_COUNT] * 6,
     "topmost": [_ADDRESS] * 4 + [_COUNT] * 4,
     "learn": [_ADDRESS] * 7 + [_COUNT] * 6 + [_NUMBER] * 2,
     "linear": [_ADDRESS] * 5 + [_COUNT] * 6,

@@ -77,6 +77,13 @@ static void product(const bf16 *x, long rows, long in, const bf16 *weights, long
         }
 }
 
+// Which weights of a product are this thread's.
+static void share(const bf16 *weights, long pairs, long in, const char *&at, const char *&end) {
+    long threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    at = (const char *)(weights + pairs * thread / threads * in * 2 * TILE);
+    end = (const char *)(weights + pairs * (thread + 1) / threads * in * 2 * TILE);
+}
+
 static inline void put(bf16 *row, const bf16 *bias, const bf16 *added, long column, long width, vec sum) {
     if (column + LANES <= width) {
         if (bias) sum += wide(bias + column);
@@ -149,8 +156,11 @@ extern "C" void layers(
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (long task = 0; task < B * S; task++) pass.write(task);
+        Ahead ahead = {};
+        share(layer->out, (H + 2 * TILE - 1) / (2 * TILE), Q * D, ahead.at[0], ahead.end[0]);
+        share(layer->gate_up, inner / TILE, H, ahead.at[1], ahead.end[1]);
 #pragma omp for schedule(dynamic)
-        for (long task = 0; task < pass.looks(); task++) pass.see(task);
+        for (long task = 0; task < pass.looks(); task++) pass.see(task, ahead);
         auto add = [&](const bf16 *bias) {
             return [=](long r, long pair, vec a, vec b) {
                 put(x + r * H, bias, x + r * H, pair * 2 * TILE, H, a);
