@@ -24,6 +24,7 @@ from paceline.models.layers import (
     GatedMLP,
     LayeredOptions,
     LayerOptions,
+    ResidualLayer,
     RMSNorm,
     Rotary,
     copy_layer,
@@ -83,7 +84,7 @@ def default_taps(layers: int) -> tuple[int, int, int]:
     raise Refusal("method.taps: this target has 1 layer, too few for three taps; nearest: method.taps=[0,-1]")
 
 
-class EagleLayer(nn.Module):
+class EagleLayer(ResidualLayer):
     """A decoder layer; `inputs` is what its attention reads beside the residual stream."""
 
     def __init__(self, hidden: int, join: str, options: LayerOptions):
@@ -94,6 +95,10 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps=options.eps)
         self.input_layernorm = RMSNorm(hidden, eps=options.eps) if wide else None  # of the embedding
         self.hidden_norm = RMSNorm(hidden, eps=options.eps) if wide else None
+
+    @property
+    def norms(self) -> tuple[RMSNorm | None, RMSNorm | None, RMSNorm]:
+        return self.input_layernorm, self.hidden_norm, self.post_attention_layernorm
 
     def forward(
         self, feature: Tensor, embedded: Tensor, angles: tuple[Tensor, Tensor], depth: int, ctx: Context

@@ -37,7 +37,7 @@ SIGNATURES = {
     "learn": [_ADDRESS] * 7 + [_COUNT] * 6 + [_NUMBER] * 2,
     "linear": [_ADDRESS] * 5 + [_COUNT] * 6,
     "gated_linear": [_ADDRESS] * 4 + [_COUNT] * 4,
-    "layers": [_ADDRESS] * 7 + [_COUNT] * 11 + [_NUMBER] * 2,
+    "layers": [_ADDRESS] * 9 + [_COUNT] * 11 + [_NUMBER] * 2,
 }
 
 

@@ -220,7 +220,19 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act(gate) * up)
 
 
-class DecoderLayer(nn.Module):
+class ResidualLayer(nn.Module):
+    """Attention and a gated MLP, each of which adds to what goes through."""
+
+    self_attn: Attention
+    mlp: GatedMLP
+
+    @property
+    def norms(self) -> tuple[RMSNorm | None, RMSNorm | None, RMSNorm]:
+        """Of what the attention reads beside, if it does; of what it reads; of what the MLP reads."""
+        raise NotImplementedError
+
+
+class DecoderLayer(ResidualLayer):
     """A layer as Llama's: x + attention(norm x), and to that its MLP(norm x). Parameter names are Llama's."""
 
     def __init__(self, hidden: int, options: LayerOptions):
@@ -229,6 +241,10 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(hidden, hidden, options)
         self.post_attention_layernorm = RMSNorm(hidden, eps=options.eps)
         self.mlp = GatedMLP(hidden, options)
+
+    @property
+    def norms(self) -> tuple[RMSNorm | None, RMSNorm | None, RMSNorm]:
+        return None, self.input_layernorm, self.post_attention_layernorm
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], depth: int, ctx: Context) -> Tensor:
         """[B, N, H] -> [B, N, H]."""

@@ -68,7 +68,8 @@ class Packed:
             at = [out.data_ptr(), x.data_ptr(), self.tiles.data_ptr(), _address(self.bias)]
             self._functions.gated_linear(*at, rows, x.shape[-1], width, torch.get_num_threads())
         else:
-            self._functions.gated(out.data_ptr(), self(x).data_ptr(), rows, width)
+            both = self(x)
+            self._functions.gated(out.data_ptr(), both.data_ptr(), rows, width)
         return out
 
     def _by_tiles(self, x: Tensor, added: Tensor | None, rows: int) -> Tensor:
@@ -237,7 +238,19 @@ class PackedTrunk:
         self._layers: list[PackedLayer] = [layer.forward for layer in trunk.layers]
         self._angles = torch.empty(2, 0, 0)
         self._kernels = kernels() if all(layer.plain for layer in self._layers) else None
-        self._weights = None if self._kernels is None else _addresses(self._layers)
+        self._weights: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_weights": None}  # a copy's lie elsewhere
+
+    def _addresses(self) -> Tensor:
+        """[L, 13], or nothing where the layers' products or scales are not as `layers` of passes.cpp wants them."""
+        rows = []
+        for layer in self._layers:
+            norms = [None if norm is None else norm.weight for norm in (*layer.norms, *layer.own_norms)]
+            rows.append(addresses(norms, (layer.into, layer.out, layer.gate_up, layer.down)))
+        alike = {(norm.variance_epsilon, layer.scaling) for layer in self._layers for norm in layer.norms}
+        return torch.tensor(rows if all(rows) and len(alike) == 1 else [])
 
     @classmethod
     def fits(cls, trunk: Any) -> bool:
@@ -287,7 +300,9 @@ class PackedTrunk:
         tree, length, angles = tree.contiguous(), cache.length.contiguous(), self._turns(cache.capacity)
         x, stacks = self._trunk.embed_tokens(ids), self._stacks(cache)
         placed = length.data_ptr(), tree.data_ptr(), angles[0].data_ptr(), angles[1].data_ptr()
-        if self._weights is not None:
+        if self._weights is None:
+            self._weights = self._addresses()
+        if len(self._weights):
             tapped = self._whole(x, self._weights, stacks, placed, cache.capacity, taps)
         else:
             tapped = self._by_layers(x, stacks, placed, cache.capacity)
@@ -310,17 +325,14 @@ class PackedTrunk:
         assert self._kernels is not None
         form, count, (rows, nodes, hidden) = self._layers[0], len(self._layers), x.shape
         tapped = {k: torch.empty_like(x) for k in taps if 0 <= k < count}
-        table = torch.zeros(count, weights.shape[1] + 3, dtype=torch.long)
-        table[:, :-3] = weights
-        for column, stack in zip((-3, -2), stacks, strict=True):
-            table[:, column] = stack.data_ptr() + torch.arange(count) * stack.stride(0) * stack.element_size()
+        table = in_cache(weights, stacks)
         for k, tap in tapped.items():
             table[k, -1] = tap.data_ptr()
         work = x.new_empty(rows * nodes * (hidden + 2 * (form.heads + form.kv_heads) * form.size + form.inner))
         sizes = count, rows, nodes, nodes, hidden, form.inner, form.heads, form.kv_heads, form.size, capacity
         scales = form.norms[0].variance_epsilon, form.scaling
-        at = x.data_ptr(), table.data_ptr(), work.data_ptr()
-        self._kernels.layers(*at, *placed, *sizes, torch.get_num_threads(), *scales)
+        at = x.data_ptr(), 0, table.data_ptr(), work.data_ptr()
+        self._kernels.layers(*at, *placed, 0, *sizes, torch.get_num_threads(), *scales)
         return tapped | {count: x}
 
     def _by_layers(self, x: Tensor, stacks: tuple[Tensor, ...], placed: tuple[int, ...], capacity: int) -> dict:
@@ -378,17 +390,25 @@ class PackedTrunk:
         return self._angles
 
 
-def _addresses(layers: Sequence[PackedLayer]) -> Tensor | None:
-    """[L, 12] where the weights of each lie, as `layers` of passes.cpp takes them; None where it cannot."""
-    alike = {(norm.variance_epsilon, layer.scaling) for layer in layers for norm in layer.norms}
-    rows = []
-    for layer in layers:
-        products = layer.into, layer.out, layer.gate_up, layer.down
-        if any(product.tiles is None for product in products) or not layer.gate_up.halves or len(alike) > 1:
-            return None
-        norms = [0 if norm is None else norm.weight.data_ptr() for norm in (*layer.norms, *layer.own_norms)]
-        rows.append(norms + [_address(part) for product in products for part in (product.tiles, product.bias)])
-    return torch.tensor(rows)
+def addresses(norms: Sequence[Tensor | None], products: Sequence[Packed], beside: Tensor | None = None) -> list[int]:
+    """Where the weights of a decoder layer lie, as `layers` of passes.cpp takes them; none where it cannot.
+
+    norms: before attention, before the MLP, of queries, of keys; products: into attention, out of it, into the MLP,
+    out of it; beside: the norm of what the attention reads beside.
+    """
+    if any(product.tiles is None for product in products) or not products[2].halves:
+        return []
+    tiles = [_address(part) for product in products for part in (product.tiles, product.bias)]
+    return [_address(norm) for norm in norms] + tiles + [_address(beside)]
+
+
+def in_cache(weights: Tensor, stacks: Sequence[Tensor]) -> Tensor:
+    """The `addresses` of L layers [L, 13], and of their keys, their values and no tap."""
+    table = torch.zeros(len(weights), weights.shape[1] + 3, dtype=torch.long)
+    table[:, :-3] = weights
+    for column, stack in zip((-3, -2), stacks, strict=True):
+        table[:, column] = stack.data_ptr() + torch.arange(len(weights)) * stack.stride(0) * stack.element_size()
+    return table
 
 
 def _joined(*parts: nn.Linear, halves: bool = False) -> Packed:

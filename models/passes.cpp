@@ -128,28 +128,33 @@ extern "C" void gated_linear(
 
 struct Layer {
     const bf16 *before, *after, *query_norm, *key_norm, *into, *into_bias, *out, *out_bias, *gate_up, *gate_up_bias,
-        *down, *down_bias;
+        *down, *down_bias, *beside_norm;
     bf16 *keys, *values, *tap;
 };
 
 // A pass through decoder layers of Llama's make; x [B, N, H] becomes what the last of them returns. The rest as in
-// `attend`; tap: null, or where the layer's input goes; work: room for B * N * (H + (2 Q + 2 S) * D + inner) numbers.
+// `attend`; beside: null, or [B, N, H] whose norm, by the layer's own weight, is read before that of x. before: null,
+// where x is read as it is. tap: null, or where the layer's input goes. work: room for B * N * (H, twice with `beside`,
+// + (2 Q + 2 S) * D + inner) numbers.
 extern "C" void layers(
-    bf16 *x, const Layer *table, bf16 *work, const int64_t *length, const uint8_t *related, const float *cosine,
-    const float *sine, long L, long B, long N, long M, long H, long inner, long Q, long S, long D, long capacity,
-    long threads, float eps, float scale) {
-    long rows = B * N, turned = (Q + 2 * S) * D;
-    bf16 *normed = work, *qkv = normed + rows * H, *seen = qkv + rows * turned, *wider = seen + rows * Q * D;
+    bf16 *x, const bf16 *beside, const Layer *table, bf16 *work, const int64_t *length, const uint8_t *related,
+    const float *cosine, const float *sine, const int64_t *turn_of, long L, long B, long N, long M, long H, long inner,
+    long Q, long S, long D, long capacity, long threads, float eps, float scale) {
+    long rows = B * N, turned = (Q + 2 * S) * D, read = beside ? 2 * H : H;
+    bf16 *normed = work, *qkv = normed + rows * read, *seen = qkv + rows * turned, *wider = seen + rows * Q * D;
 #pragma omp parallel num_threads(threads)
     for (const Layer *layer = table; layer < table + L; layer++) {
-        Pass pass{seen, qkv, layer->keys, layer->values, length, related, cosine, sine, nullptr, layer->query_norm,
+        Pass pass{seen, qkv, layer->keys, layer->values, length, related, cosine, sine, turn_of, layer->query_norm,
                   layer->key_norm, B, N, M, Q, S, D, capacity, eps, scale, threads};
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) {
+            bf16 *to = normed + r * read;
             if (layer->tap) memcpy(layer->tap + r * H, x + r * H, H * sizeof(bf16));
-            norm(normed + r * H, x + r * H, layer->before, 1, H, eps);
+            if (beside) norm(to, beside + r * H, layer->beside_norm, 1, H, eps), to += H;
+            if (layer->before) norm(to, x + r * H, layer->before, 1, H, eps);
+            else memcpy(to, x + r * H, H * sizeof(bf16));
         }
-        product(normed, rows, H, layer->into, (turned + 2 * TILE - 1) / (2 * TILE), [&](long r, long pair, vec a, vec b) {
+        product(normed, rows, read, layer->into, (turned + 2 * TILE - 1) / (2 * TILE), [&](long r, long pair, vec a, vec b) {
             put(qkv + r * turned, layer->into_bias, nullptr, pair * 2 * TILE, turned, a);
             put(qkv + r * turned, layer->into_bias, nullptr, pair * 2 * TILE + TILE, turned, b);
         });

@@ -12,10 +12,10 @@ from paceline.decode import Decoder, DynamicShape, StaticShape
 from paceline.models import quick
 from paceline.models.drafter import Context, Drafter, Shape, build, options
 from paceline.models.errors import Refusal
-from paceline.models.kernels import MOST, topmost
+from paceline.models.kernels import MOST, kernels, topmost
 from paceline.models.layers import Attention, GatedMLP, RMSNorm, Rotary
 from paceline.models.packed import pack_weights
-from paceline.models.quick import QuickAttention, quicken
+from paceline.models.quick import QuickAttention, QuickLayer, quicken
 from paceline.models.target import Target
 
 ATTENDING: dict[str, dict[str, Any]] = {
@@ -75,13 +75,22 @@ def stepped(drafter: Drafter, target: Target) -> list[Tensor]:
 @compiled
 @pytest.mark.parametrize("asked", ATTENDING.values(), ids=ATTENDING)
 @pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("whole", [False, True], ids=["by parts", "whole layers"])
 @torch.no_grad()
-def test_a_compiled_step_is_the_layers_own(asked: dict, qk_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_step_is_the_layers_own(
+    asked: dict, qk_norm: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = kernels()
+    assert functions is not None
+    if whole and not functions.tiled:
+        pytest.skip("this machine has no tiles")
+    monkeypatch.setattr(functions, "tiled", whole)
     target = half_target("qwen3" if qk_norm else "llama")
     slow, fast = pair(target, **asked)
     calls = []
-    look = QuickAttention.__call__
-    monkeypatch.setattr(QuickAttention, "__call__", lambda *given: (calls.append(1), look(*given))[1])
+    for part in (QuickAttention, QuickLayer):
+        look = part.__call__
+        monkeypatch.setattr(part, "__call__", lambda *given, look=look: (calls.append(1), look(*given))[1])
     own = Attention.forward
     monkeypatch.setattr(Attention, "forward", lambda *given: (calls.append(-1), own(*given))[1])
     ours = stepped(fast, target)
@@ -133,6 +142,10 @@ def test_a_copy_of_a_drafter_computes_with_weights_of_its_own() -> None:
     drafter.norm.weight.zero_()  # type: ignore[operator, union-attr]
     x = torch.randn(1, 2, target.hidden).bfloat16()
     assert not drafter.norm(x).any() and copied.norm(x).any()  # type: ignore[operator]
+    before = stepped(copied, target)
+    for parameter in drafter.parameters():
+        parameter.zero_()
+    assert all(torch.equal(one, other) for one, other in zip(stepped(copied, target), before, strict=True))
 
 
 def test_nothing_is_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
