@@ -171,8 +171,8 @@ class _Slots(Cache):
         more = -(-longest // GROWN) * GROWN - self.capacity
         self.capacity += more
         if self._stacks:
-            keys, values = self._stacks
-            self._stack(F.pad(keys, (0, more)), F.pad(values, (0, 0, 0, more)))
+            across, along = self._stacks
+            self._stack(F.pad(across, (0, more)), F.pad(along, (0, 0, 0, more)))
         else:
             self.keys, self.values = (
                 [F.pad(old, (0, 0, 0, more)) for old in part] for part in (self.keys, self.values)
@@ -200,13 +200,14 @@ class _Slots(Cache):
         self._taken = None if some is None else torch.tensor(some, device=device)
         self._reach_to(max(read) + nodes)  # a short row that is read beside a long one is padded
 
-    def stacked(self, layers: int, heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def stacked(
+        self, layers: int, heads: int, size: int, dtype: torch.dtype, tiled: bool = False
+    ) -> tuple[Tensor, ...]:
         """As any cache's, where the pass is of the first rows; none where it is of others."""
-        if not self.keys:
-            taken, self.length = self.length, self.length.new_zeros(self._many)
-            super().stacked(layers, heads, size, dtype)
-            self.length = taken
-        return () if self._taken is not None else self._stacks
+        taken, self.length = self.length, self.length.new_zeros(self._many)
+        stacks = super().stacked(layers, heads, size, dtype, tiled)
+        self.length = taken
+        return () if self._taken is not None else stacks
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
         while len(self.keys) <= layer_idx:

@@ -20,6 +20,7 @@ from paceline.models.kernels import kernels
 # this by the text's length, where that of a whole text grows with its square. So many rows keep a processor's products
 # as busy as more would, and prompts of usual length are one pass.
 SLICE = 1024
+BLOCK = 32  # slots that passes.cpp reads at a time
 
 
 class Cache(TransformersCache):
@@ -36,6 +37,7 @@ class Cache(TransformersCache):
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._stacks: tuple[Tensor, ...] = ()
+        self._tiled = False
         self._slots = torch.empty(0)
         self._reach = 0
 
@@ -63,18 +65,29 @@ class Cache(TransformersCache):
         known = known[:, None].expand(-1, related.shape[1], -1)
         return known.scatter(2, slack[:, None].expand(-1, related.shape[1], -1), related)
 
-    def stacked(self, layers: int, heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The buffers of all layers as one each: keys [layers, B, heads, dim, S], a number of all keys side by side,
-        and values [layers, B, heads, S, dim]. Made by the first pass; none where that wrote by `update`."""
+    def stacked(
+        self, layers: int, heads: int, size: int, dtype: torch.dtype, tiled: bool = False
+    ) -> tuple[Tensor, ...]:
+        """The buffers of all layers as one each, `slots` or more of a text: keys [layers, B, heads, dim, slots], a number
+        of all keys side by side, and values [layers, B, heads, slots, dim]; with `tiled` it is the values that lie so.
+        Made by the first pass; none where that wrote by `update`, or as the other kind of pass wants them."""
         if not self.keys:
+            self._tiled = tiled
             shape, device = (layers, len(self.length), heads), self.length.device
-            keys = torch.zeros(*shape, size, self.capacity, dtype=dtype, device=device)
-            self._stack(keys, torch.zeros(*shape, self.capacity, size, dtype=dtype, device=device))
-        return self._stacks
+            slots = -(-self.capacity // BLOCK) * BLOCK
+            across, along = (
+                torch.zeros(*shape, *last, dtype=dtype, device=device) for last in ((size, slots), (slots, size))
+            )
+            self._stack(across, along)
+        if tiled != self._tiled:
+            return ()
+        return self._stacks[::-1] if tiled else self._stacks
 
-    def _stack(self, keys: Tensor, values: Tensor) -> None:
-        self._stacks = keys, values
-        self.keys, self.values = list(keys.transpose(-1, -2)), list(values)
+    def _stack(self, across: Tensor, along: Tensor) -> None:
+        """Buffers [layers, B, heads, dim, slots] and [layers, B, heads, slots, dim]."""
+        self._stacks = across, along
+        pair = list(across.transpose(-1, -2)), list(along)
+        self.keys, self.values = pair[::-1] if self._tiled else pair
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
         """transformers' door: write [B, heads, N, dim] at the placed slots, return what the pass may look at."""

@@ -243,12 +243,19 @@ class PackedTrunk:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_weights": None}  # a copy's lie elsewhere
 
+    @property
+    def _tiled(self) -> bool:
+        """Whether all layers can be one call."""
+        if self._weights is None:
+            self._weights = self._addresses()
+        return len(self._weights) > 0
+
     def _addresses(self) -> Tensor:
         """[L, 13], or nothing where the layers' products or scales are not as `layers` of passes.cpp wants them."""
         rows = []
         for layer in self._layers:
             norms = [None if norm is None else norm.weight for norm in (*layer.norms, *layer.own_norms)]
-            rows.append(addresses(norms, (layer.into, layer.out, layer.gate_up, layer.down)))
+            rows.append(addresses(norms, (layer.into, layer.out, layer.gate_up, layer.down), layer.size))
         alike = {(norm.variance_epsilon, layer.scaling) for layer in self._layers for norm in layer.norms}
         return torch.tensor(rows if all(rows) and len(alike) == 1 else [])
 
@@ -300,12 +307,7 @@ class PackedTrunk:
         tree, length, angles = tree.contiguous(), cache.length.contiguous(), self._turns(cache.capacity)
         x, stacks = self._trunk.embed_tokens(ids), self._stacks(cache)
         placed = length.data_ptr(), tree.data_ptr(), angles[0].data_ptr(), angles[1].data_ptr()
-        if self._weights is None:
-            self._weights = self._addresses()
-        if len(self._weights):
-            tapped = self._whole(x, self._weights, stacks, placed, cache.capacity, taps)
-        else:
-            tapped = self._by_layers(x, stacks, placed, cache.capacity)
+        tapped = self._whole(x, stacks, placed, taps) if self._tiled else self._by_layers(x, stacks, placed)
         last = tapped[-1] = torch.empty_like(x)
         norm, x = self._trunk.norm, tapped[len(self._layers)]
         at = last.data_ptr(), x.data_ptr(), norm.weight.data_ptr()
@@ -313,34 +315,29 @@ class PackedTrunk:
         return {k: tapped[k] for k in (*taps, -1)}
 
     def _whole(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        stacks: tuple[Tensor, ...],
-        placed: tuple[int, ...],
-        capacity: int,
-        taps: Sequence[int],
+        self, x: Tensor, stacks: tuple[Tensor, ...], placed: tuple[int, ...], taps: Sequence[int]
     ) -> dict[int, Tensor]:
         """One call for all layers: the inputs of those that `taps` names, and at L what the last returns."""
-        assert self._kernels is not None
+        assert self._kernels is not None and self._weights is not None
         form, count, (rows, nodes, hidden) = self._layers[0], len(self._layers), x.shape
         tapped = {k: torch.empty_like(x) for k in taps if 0 <= k < count}
-        table = in_cache(weights, stacks)
+        table = in_cache(self._weights, stacks)
         for k, tap in tapped.items():
             table[k, -1] = tap.data_ptr()
         work = x.new_empty(rows * nodes * (hidden + 2 * (form.heads + form.kv_heads) * form.size + form.inner))
-        sizes = count, rows, nodes, nodes, hidden, form.inner, form.heads, form.kv_heads, form.size, capacity
+        sizes = count, rows, nodes, nodes, hidden, form.inner, form.heads, form.kv_heads, form.size, stacks[0].shape[-2]
         scales = form.norms[0].variance_epsilon, form.scaling
         at = x.data_ptr(), 0, table.data_ptr(), work.data_ptr()
         self._kernels.layers(*at, *placed, 0, *sizes, torch.get_num_threads(), *scales)
         return tapped | {count: x}
 
-    def _by_layers(self, x: Tensor, stacks: tuple[Tensor, ...], placed: tuple[int, ...], capacity: int) -> dict:
+    def _by_layers(self, x: Tensor, stacks: tuple[Tensor, ...], placed: tuple[int, ...]) -> dict[int, Tensor]:
         """The same with oneDNN's products. The inputs of all layers, and at L what the last returns."""
         assert self._kernels is not None
         norm, gated, attend = self._kernels.norm, self._kernels.gated, self._kernels.attend
         form, (rows, nodes, hidden) = self._layers[0], x.shape
-        sizes = rows, nodes, nodes, form.heads, form.kv_heads, form.size, capacity, torch.get_num_threads()
+        slots, threads = stacks[0].shape[-1], torch.get_num_threads()
+        sizes = rows, nodes, nodes, form.heads, form.kv_heads, form.size, slots, threads
         keys, values = (stack.unbind() for stack in stacks)
         x, real = x.flatten(0, 1), rows * nodes
         if real == 1 and form.into.rows is not None:
@@ -378,7 +375,7 @@ class PackedTrunk:
 
     def _stacks(self, cache: Cache) -> tuple[Tensor, ...]:
         form = self._layers[0]
-        return cache.stacked(len(self._layers), form.kv_heads, form.size, torch.bfloat16)
+        return cache.stacked(len(self._layers), form.kv_heads, form.size, torch.bfloat16, self._tiled)
 
     def _turns(self, positions: int) -> Tensor:
         """[2, at least so many positions, D] float32: cosines and sines, as transformers rounds them."""
@@ -390,13 +387,15 @@ class PackedTrunk:
         return self._angles
 
 
-def addresses(norms: Sequence[Tensor | None], products: Sequence[Packed], beside: Tensor | None = None) -> list[int]:
+def addresses(
+    norms: Sequence[Tensor | None], products: Sequence[Packed], size: int, beside: Tensor | None = None
+) -> list[int]:
     """Where the weights of a decoder layer lie, as `layers` of passes.cpp takes them; none where it cannot.
 
     norms: before attention, before the MLP, of queries, of keys; products: into attention, out of it, into the MLP,
-    out of it; beside: the norm of what the attention reads beside.
+    out of it; size: of a head; beside: the norm of what the attention reads beside.
     """
-    if any(product.tiles is None for product in products) or not products[2].halves:
+    if any(product.tiles is None for product in products) or not products[2].halves or size % DEEP:
         return []
     tiles = [_address(part) for product in products for part in (product.tiles, product.bias)]
     return [_address(norm) for norm in norms] + tiles + [_address(beside)]

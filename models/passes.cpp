@@ -126,6 +126,177 @@ extern "C" void gated_linear(
     });
 }
 
+// Attention in tiles. A text's positions are summed in blocks of DEEP; where a block is of slots that are its positions,
+// for all rows of a tile, the values are read where they lie, else a node's own are gathered. So its bits are those of
+// its path here too.
+//
+//     keys [B, S, capacity, D]   values [B, S, D, capacity], capacity in whole blocks   D in whole blocks   else as Pass
+struct TiledPass {
+    bf16 *out;
+    const bf16 *qkv;
+    bf16 *keys, *values;
+    const int64_t *length;
+    const uint8_t *related;
+    const float *cosine, *sine;
+    const int64_t *turn_of;
+    const bf16 *query_norm, *key_norm;
+    long B, N, M, Q, S, D, capacity;
+    float eps, scale;
+
+    long rows() const { return N * Q / S; }  // that look at one head
+    long tiles() const { return (rows() + TILE - 1) / TILE; }
+    long looks() const { return B * S * tiles(); }
+
+    long turns(long b, long n) const {  // which angles turn a node
+        if (turn_of) return turn_of[b * N + n];
+        long at = length[b] - 1;
+        for (long m = 0; m < M; m++) at += related[(b * N + n) * M + m];
+        return at;
+    }
+
+    void write(long task) const {  // of B * S: one head's keys and values
+        long b = task / S, h = task % S, begun = length[b] + M - N;
+        bf16 *key = keys + (task * capacity + begun) * D, *value = values + task * D * capacity + begun;
+        for (long n = 0; n < N; n++, key += D, value++) {
+            const bf16 *row = qkv + ((b * N + n) * (Q + 2 * S) + Q + h) * D;
+            float turned[WIDEST];
+            turn(turned, row, key_norm, eps, cosine + D * turns(b, n), sine + D * turns(b, n), D);
+            for (long d = 0; d < D; d += LANES) narrow(key + d, *(vec *)(turned + d));
+            for (long d = 0; d < D; d++) value[d * capacity] = row[S * D + d];
+        }
+    }
+
+    void see(long task, Ahead &ahead) const {  // of `looks`: a tile of rows, after all keys of their head are written
+        const long group = Q / S, first = task % tiles() * TILE, many = rows() - first < TILE ? rows() - first : TILE;
+        const long b = task / tiles() / S, h = task / tiles() % S, known = length[b];
+        const bf16 *key = keys + (b * S + h) * capacity * D, *value = values + (b * S + h) * D * capacity;
+        const uint8_t *seen = related + b * N * M;
+        const long from = first / group, to = (first + many - 1) / group + 1;  // its nodes
+        // how many slots are positions, for every node; how many the widest looks at
+        long straight = M, reach = 0;
+        long leads[TILE];
+        for (long n = from; n < to; n++) {
+            long lead = 0, last = M - 1;
+            while (lead < M && seen[n * M + lead]) lead++;
+            while (last >= 0 && !seen[n * M + last]) last--;
+            straight = lead < straight ? lead : straight, reach = last + 1 > reach ? last + 1 : reach;
+            leads[n - from] = lead;
+        }
+        straight += known, reach += known;
+        const long whole = straight / DEEP, wide = (reach + DEEP - 1) / DEEP * DEEP + DEEP;
+        // scores [wide, TILE] by slot, then weights by position; pairs [wide / 2, TILE, 2] of weights in bfloat16
+        float *scores = scratch(wide * TILE * 2 + (D / 2 + 3 * DEEP) * TILE + 2 * D * TILE);
+        uint32_t *pairs = (uint32_t *)(scores + wide * TILE), *queries = pairs + wide / 2 * TILE;
+        uint32_t *some = queries + D / 2 * TILE;
+        bf16 *own = (bf16 *)(some + DEEP / 2 * TILE);
+        float *sums = (float *)(own + DEEP * D);
+        memset(queries, 0, D / 2 * TILE * 4);
+        for (long r = 0; r < many; r++) {
+            long n = (first + r) / group, at = D * turns(b, n);
+            float turned[WIDEST];
+            bf16 rounded[WIDEST];
+            turn(turned, qkv + ((b * N + n) * (Q + 2 * S) + h * group + (first + r) % group) * D, query_norm, eps,
+                 cosine + at, sine + at, D);
+            for (long d = 0; d < D; d += LANES) narrow(rounded + d, *(vec *)(turned + d));
+            for (long d = 0; d < D; d += 2) memcpy(queries + d / 2 * TILE + r, rounded + d, 4);
+        }
+        asm volatile("" ::: "memory");
+        for (long slot = 0; slot < reach; slot += TILE) {
+            _tile_zero(0);
+            for (long d = 0; d < D; d += DEEP) {
+                _tile_loadd(4, key + slot * D + d, D * sizeof(bf16));
+                _tile_loadd(6, queries + d / 2 * TILE, 64);
+                _tile_dpbf16ps(0, 4, 6);
+            }
+            _tile_stored(0, scores + slot * TILE, 64);
+        }
+        // each row's own path behind what is straight
+        long steps[TILE], longest = straight;
+        for (long r = 0; r < many; r++) {
+            const long n = (first + r) / group;
+            steps[r] = known + leads[n - from];
+            for (long m = leads[n - from]; m < reach - known; m++)  // a path ascends
+                if (seen[n * M + m]) scores[steps[r]++ * TILE + r] = scores[(known + m) * TILE + r];
+            longest = steps[r] > longest ? steps[r] : longest;
+        }
+        const long blocks = (longest + DEEP - 1) / DEEP;
+        for (long r = 0; r < TILE; r++) {
+            long end = r < many ? steps[r] : straight;
+            for (long i = end; i < blocks * DEEP; i++) scores[i * TILE + r] = -INFINITY;
+        }
+        vec top = *(vec *)scores, total[4] = {};
+        for (long i = 1; i < longest; i++) top = most(top, *(vec *)(scores + i * TILE));
+        top *= scale;
+        for (long i = 0; i < blocks * DEEP; i += 2) {
+            bits both = {};
+            for (long j = 0; j < 2; j++) {
+                bits weight = (bits)exponential(*(vec *)(scores + (i + j) * TILE) * scale - top);
+                weight = (weight + 0x7fff + ((weight >> 16) & 1)) & 0xffff0000;
+                total[(i + j) % 4] += (vec)weight;
+                both |= j ? weight : weight >> 16;
+            }
+            *(bits *)(pairs + i / 2 * TILE) = both;
+            ahead.line(), ahead.line(), ahead.line();
+        }
+        const vec share = 1.0f / ((total[0] + total[1]) + (total[2] + total[3]));
+        asm volatile("" ::: "memory");
+        for (long d = 0; d < D; d += 2 * TILE) {
+            _tile_zero(0);
+            _tile_zero(1);
+            for (long block = 0; block < whole; block++) {
+                _tile_loadd(4, value + d * capacity + block * DEEP, capacity * sizeof(bf16));
+                _tile_loadd(5, value + (d + TILE) * capacity + block * DEEP, capacity * sizeof(bf16));
+                _tile_loadd(6, pairs + block * DEEP / 2 * TILE, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 5, 6);
+            }
+            _tile_stored(0, sums + d * TILE, 64);
+            _tile_stored(1, sums + (d + TILE) * TILE, 64);
+        }
+        for (long n = from; n < to; n++)
+            tail(b, n, n * group - first, leads[n - from], whole * DEEP, steps[n * group < first ? 0 : n * group - first], value, pairs, some, own, sums);
+        asm volatile("" ::: "memory");
+        bf16 rounded[WIDEST * TILE];
+        for (long d = 0; d < D; d++) narrow(rounded + d * TILE, *(vec *)(sums + d * TILE) * share);
+        for (long r = 0; r < many; r++) {
+            long n = (first + r) / group;
+            bf16 *mine = out + ((b * N + n) * Q + h * group + (first + r) % group) * D;
+            for (long d = 0; d < D; d++) mine[d] = rounded[d * TILE + r];
+        }
+    }
+
+    // What a node's positions `at` to `end`, of which the first of `lead` drafts are at their slots, add to the sums of
+    // its rows, the tile's from `begin` on.
+    void tail(
+        long b, long n, long begin, long lead, long at, long end, const bf16 *value, const uint32_t *pairs, uint32_t *some,
+        bf16 *own, float *sums) const {
+        const uint8_t *mine = related + (b * N + n) * M;
+        const long straight = length[b] + lead;
+        ints lanes;
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane >= begin && lane < begin + Q / S ? -1 : 0;
+        for (long next = lead; at < end; at += DEEP) {
+            long filled = straight < at ? 0 : straight - at < DEEP ? straight - at : DEEP;
+            memset(own, 0, DEEP * D * sizeof(bf16));
+            for (long d = 0; d < D; d++) memcpy(own + d * DEEP, value + d * capacity + at, filled * sizeof(bf16));
+            for (; filled < DEEP && next < M; next++) {
+                if (!mine[next]) continue;
+                for (long d = 0; d < D; d++) own[d * DEEP + filled] = value[d * capacity + length[b] + next];
+                filled++;
+            }
+            for (long i = 0; i < DEEP / 2; i++)
+                *(bits *)(some + i * TILE) = *(const bits *)(pairs + (at / 2 + i) * TILE) & (bits)lanes;
+            asm volatile("" ::: "memory");
+            for (long d = 0; d < D; d += TILE) {
+                _tile_loadd(0, sums + d * TILE, 64);
+                _tile_loadd(4, own + d * DEEP, 64);
+                _tile_loadd(6, some, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_stored(0, sums + d * TILE, 64);
+            }
+        }
+    }
+};
+
 struct Layer {
     const bf16 *before, *after, *query_norm, *key_norm, *into, *into_bias, *out, *out_bias, *gate_up, *gate_up_bias,
         *down, *down_bias, *beside_norm;
@@ -133,7 +304,7 @@ struct Layer {
 };
 
 // A pass through decoder layers of Llama's make; x [B, N, H] becomes what the last of them returns. The rest as in
-// `attend`; beside: null, or [B, N, H] whose norm, by the layer's own weight, is read before that of x. before: null,
+// `attend`, keys and values as in TiledPass; beside: null, or [B, N, H] whose norm, by the layer's own weight, is read before that of x. before: null,
 // where x is read as it is. tap: null, or where the layer's input goes. work: room for B * N * (H, twice with `beside`,
 // + (2 Q + 2 S) * D + inner) numbers.
 extern "C" void layers(
@@ -144,8 +315,8 @@ extern "C" void layers(
     bf16 *normed = work, *qkv = normed + rows * read, *seen = qkv + rows * turned, *wider = seen + rows * Q * D;
 #pragma omp parallel num_threads(threads)
     for (const Layer *layer = table; layer < table + L; layer++) {
-        Pass pass{seen, qkv, layer->keys, layer->values, length, related, cosine, sine, turn_of, layer->query_norm,
-                  layer->key_norm, B, N, M, Q, S, D, capacity, eps, scale, threads};
+        TiledPass pass{seen, qkv, layer->keys, layer->values, length, related, cosine, sine, turn_of, layer->query_norm,
+                       layer->key_norm, B, N, M, Q, S, D, capacity, eps, scale};
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) {
             bf16 *to = normed + r * read;
@@ -164,8 +335,13 @@ extern "C" void layers(
         Ahead ahead = {};
         share(layer->out, (H + 2 * TILE - 1) / (2 * TILE), Q * D, ahead.at[0], ahead.end[0]);
         share(layer->gate_up, inner / TILE, H, ahead.at[1], ahead.end[1]);
-#pragma omp for schedule(dynamic)
-        for (long task = 0; task < pass.looks(); task++) pass.see(task, ahead);
+        {
+            Rows form;
+            form.set(TILE, TILE);
+#pragma omp for schedule(dynamic) nowait
+            for (long task = 0; task < pass.looks(); task++) pass.see(task, ahead);
+        }
+#pragma omp barrier
         auto add = [&](const bf16 *bias) {
             return [=](long r, long pair, vec a, vec b) {
                 put(x + r * H, bias, x + r * H, pair * 2 * TILE, H, a);

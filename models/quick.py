@@ -93,7 +93,7 @@ class QuickAttention:
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], depth: int, layer: int, ctx: Context) -> Tensor:
         attention = self._attention
-        keys = _Keys.of(x, angles, depth, ctx, self._kv_heads, self._size) if layer == 0 else None
+        keys = _Keys.of(x, angles, depth, ctx, self._kv_heads, self._size, tiled=False) if layer == 0 else None
         if keys is None:
             return type(attention).forward(attention, x, angles, depth, layer, ctx)
         rows, nodes = x.shape[:2]
@@ -138,13 +138,13 @@ class QuickLayer:
         beside, before, after, *own = (
             None if norm is None else norm.weight for norm in (*layer.norms, attention.q_norm, attention.k_norm)
         )
-        return addresses((before, after, *own), products, beside)
+        return addresses((before, after, *own), products, attention.size, beside)
 
     def __call__(self, x: Tensor, *given: Any) -> Tensor:
         *beside, angles, depth, ctx = given
         keys = None
         if all(part.shape == x.shape and _ours(part) for part in (x, *beside)):
-            keys = _Keys.of(x, angles, depth, ctx, self._kv_heads, self._size)
+            keys = _Keys.of(x, angles, depth, ctx, self._kv_heads, self._size, tiled=True)
         if keys is None:
             return type(self._layer).forward(self._layer, x, *given)
         (rows, nodes, hidden), out = x.shape, x.clone()
@@ -174,7 +174,7 @@ class _Keys(NamedTuple):
 
     @classmethod
     def of(
-        cls, x: Tensor, angles: tuple[Tensor, Tensor], depth: int, ctx: Context, heads: int, size: int
+        cls, x: Tensor, angles: tuple[Tensor, Tensor], depth: int, ctx: Context, heads: int, size: int, tiled: bool
     ) -> "_Keys | None":
         """Reserved for a step that reads x [B, N, .]; None where the kernels cannot take it."""
         keys = ctx.memory
@@ -182,14 +182,14 @@ class _Keys(NamedTuple):
             keys = keys.of(depth)
         if not isinstance(keys, TreeKeys) or not _ours(x) or angles[0].shape[-1] != size:
             return None
-        stacks = keys.stacked(x.device, heads, size)
+        stacks = keys.stacked(x.device, heads, size, tiled)
         if not stacks:
             return None
         rows, nodes = x.shape[:2]
         cache, related = keys.reserve(ctx, nodes)
         cos, sin = (part.expand(rows, -1, -1, -1).float().contiguous() for part in angles)  # [B, 1, N, D]
         placed = cache.length.contiguous(), related.contiguous(), cos, sin, torch.arange(rows * nodes)
-        return cls(stacks, placed, related.shape[2], cache.capacity)
+        return cls(stacks, placed, related.shape[2], stacks[0].shape[-2 if tiled else -1])
 
 
 def _frozen(weight: Tensor) -> bool:

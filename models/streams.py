@@ -130,9 +130,10 @@ class TreeKeys:
         seen = self._cache.update(keys, values, layer)
         return F.scaled_dot_product_attention(queries, *seen, self._visible[:, None], enable_gqa=True)
 
-    def stacked(self, device: torch.device, heads: int, size: int) -> tuple[Tensor, ...]:
-        """The buffers of the one layer there is, for a module that attends by kernels.cpp; none where it cannot."""
-        return () if self._lag > 1 else self._begun(device).stacked(1, heads, size, torch.bfloat16)
+    def stacked(self, device: torch.device, heads: int, size: int, tiled: bool) -> tuple[Tensor, ...]:
+        """The buffers of the one layer there is, for a module that attends by kernels.cpp, or with `tiled` by passes.cpp;
+        none where it cannot."""
+        return () if self._lag > 1 else self._begun(device).stacked(1, heads, size, torch.bfloat16, tiled)
 
     def _begun(self, device: torch.device) -> Cache:
         if self._cache is None:
