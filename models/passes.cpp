@@ -58,6 +58,7 @@ static void product(const bf16 *x, long rows, long in, const bf16 *weights, long
             if (many > TILE) {
                 _tile_zero(2); _tile_zero(3);
                 for (long i = 0; i < in; i += DEEP, w += 2 * TILED) {
+                    for (long line = 0; line < 2 * TILED; line += 32) __builtin_prefetch(w + 2 * TILED + line, 0, 3);
                     _tile_loadd(4, some + i, wide); _tile_loadd(5, some + TILE * in + i, wide);
                     _tile_loadd(6, w, 64); _tile_loadd(7, w + TILED, 64);
                     _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
@@ -65,6 +66,7 @@ static void product(const bf16 *x, long rows, long in, const bf16 *weights, long
                 _tile_stored(2, sums[2], 64); _tile_stored(3, sums[3], 64);
             } else
                 for (long i = 0; i < in; i += DEEP, w += 2 * TILED) {
+                    for (long line = 0; line < 2 * TILED; line += 32) __builtin_prefetch(w + 2 * TILED + line, 0, 3);
                     _tile_loadd(4, some + i, wide);
                     _tile_loadd(6, w, 64); _tile_loadd(7, w + TILED, 64);
                     _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
