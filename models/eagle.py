@@ -130,6 +130,7 @@ class Eagle(Drafter):
             self.layers = nn.ModuleList([layer])
         self._layer = (layer,)  # not as a second child
         self.rotary = Rotary(*rope_frequencies(options.layer.rope or {}, options.layer.head_dim or 0))
+        self._mapped: tuple[tuple[int, int], Tensor] | None = None
         self.d2t: Tensor | None
         self.t2d: Tensor | None
         offsets, known = turned_into_offsets(vocab_map, shape.vocab)
@@ -140,7 +141,14 @@ class Eagle(Drafter):
 
     @property
     def vocab_map(self) -> Tensor | None:
-        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        if self.d2t is None:
+            return None
+        if torch.compiler.is_compiling():
+            return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        now = self.d2t.data_ptr(), self.d2t._version
+        if self._mapped is None or self._mapped[0] != now:  # asked for at every depth
+            self._mapped = now, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return self._mapped[1]
 
     @property
     def detach(self) -> bool:  # type: ignore[override]

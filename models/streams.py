@@ -159,12 +159,12 @@ class TreeKeys:
         """As `open`, but of the M slots behind the committed ones only: [B, N, M] bool."""
         cache, count, parents = self._begun(ctx.count.device), ctx.count, ctx.parents
         self._commit(cache)
-        own = torch.eye(rows, dtype=torch.bool, device=count.device).expand(len(count), -1, -1)
         if parents is None:
             self._lineage, self._fresh = None, count
             cache.place(rows)
-            related = own.new_ones(rows, rows).tril().expand(len(count), -1, -1)
+            related = torch.ones(rows, rows, dtype=torch.bool, device=count.device).tril().expand(len(count), -1, -1)
         else:
+            own = torch.eye(rows, dtype=torch.bool, device=count.device).expand(len(count), -1, -1)
             if self._lineage is None:  # children of the root, whose row is a verified one
                 self._lineage = own[:, :, :0]
             else:
