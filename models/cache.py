@@ -68,8 +68,8 @@ class Cache(TransformersCache):
     def stacked(
         self, layers: int, heads: int, size: int, dtype: torch.dtype, tiled: bool = False
     ) -> tuple[Tensor, ...]:
-        """The buffers of all layers as one each, `slots` or more of a text: keys [layers, B, heads, dim, slots], a number
-        of all keys side by side, and values [layers, B, heads, slots, dim]; with `tiled` it is the values that lie so.
+        """The buffers of all layers as one each: keys [layers, B, heads, dim, slots], a number of all side by side,
+        and values [layers, B, heads, slots, dim]; with `tiled` it is the values that lie so. slots: S, rounded up.
         Made by the first pass; none where that wrote by `update`, or as the other kind of pass wants them."""
         if not self.keys:
             self._tiled = tiled

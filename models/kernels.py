@@ -110,7 +110,8 @@ class Arena:
         size = -(-2 * numbers // 64) * 64
         if self._used + size > len(self._chunk):
             whole = max(-(-size // PAGE) * PAGE, CHUNK)
-            buffer = mmap.mmap(-1, whole + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared has no large pages
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # what is shared has no large pages
+            buffer = mmap.mmap(-1, whole + PAGE, flags=private)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):  # a system without them
                     buffer.madvise(mmap.MADV_HUGEPAGE)

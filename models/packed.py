@@ -301,6 +301,7 @@ class PackedTrunk:
     @torch.no_grad()
     def run(self, ids: Tensor, tree: Tensor | None, cache: Cache, taps: Sequence[int]) -> dict[int, Tensor]:
         """ids [B, N], tree [B, N, N] as in `Target.forward`; returns the taps and -1, the norm's output, [B, N, H]."""
+        assert self._kernels is not None
         rows, nodes = ids.shape
         cache.place(nodes)
         if tree is None:

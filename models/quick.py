@@ -29,7 +29,7 @@ def quicken(drafter: nn.Module) -> None:
                 part.forward = quick(part, functions)  # type: ignore[method-assign]
     for part in drafter.modules():
         if isinstance(part, ResidualLayer) and functions.tiled and QuickLayer.fits(part):
-            part.forward = QuickLayer(part, functions)  # type: ignore[method-assign]
+            part.forward = QuickLayer(part, functions)
 
 
 def _ours(x: Tensor) -> bool:

@@ -131,7 +131,7 @@ class TreeKeys:
         return F.scaled_dot_product_attention(queries, *seen, self._visible[:, None], enable_gqa=True)
 
     def stacked(self, device: torch.device, heads: int, size: int, tiled: bool) -> tuple[Tensor, ...]:
-        """The buffers of the one layer there is, for a module that attends by kernels.cpp, or with `tiled` by passes.cpp;
+        """The buffers of the one layer there is, for a module that attends by kernels.cpp (by passes.cpp, if `tiled`);
         none where it cannot."""
         return () if self._lag > 1 else self._begun(device).stacked(1, heads, size, torch.bfloat16, tiled)
 

@@ -16,7 +16,7 @@ from paceline.models import target as targets
 from paceline.models.cache import Cache
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
-from paceline.models.kernels import kernels
+from paceline.models.kernels import Library, kernels
 from paceline.models.layers import GatedMLP, LayerOptions
 from paceline.models.packed import Packed, PackedLayer, PackedTrunk, pack_weights, packable, unpack_weights
 from paceline.models.target import Target
@@ -40,6 +40,54 @@ def test_answers_are_those_of_the_layer(shape: tuple[int, ...], bias: bool) -> N
     torch.testing.assert_close(quick(x), plain(x), rtol=1e-2, atol=1e-2)
     assert quick(x).shape == (*shape[:-1], 80) and torch.equal(quick.weight, plain.weight)
     assert quick(x.float().bfloat16()[..., :]).dtype == torch.bfloat16
+
+
+def tiled_functions() -> Library:
+    """Of passes.cpp; skips where this machine has no tiles."""
+    functions = kernels()
+    if functions is None or not functions.tiled:
+        pytest.skip("this machine multiplies no tiles")
+    return functions
+
+
+@possible
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("depth", "width"), [(32, 32), (96, 80), (64, 75), (576, 192)])
+@torch.no_grad()
+def test_products_in_tiles_are_products(depth: int, width: int, bias: bool) -> None:
+    """And each row's bits are its own, whatever lies beside it; widths that end within a tile write no further."""
+    tiled_functions()
+    generator = torch.Generator().manual_seed(0)
+    weight, x, added = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((width, depth), (70, depth), (70, width))
+    )
+    offset = torch.randn(width, generator=generator).bfloat16() if bias else None
+    product = Packed(weight, offset)
+    assert product.tiles is not None
+    wanted = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    whole, more = product(x), product(x, added)
+    assert whole.shape == (70, width) and product(x[:0]).shape == (0, width)
+    for found, true in ((whole, wanted), (more, wanted + added.double())):
+        assert (found - true).abs().max() < 0.005 * true.abs().max()
+    for some in (slice(0, 1), slice(0, 2), slice(5, 21), slice(3, 35), slice(30, 70)):
+        assert torch.equal(product(x[some]), whole[some]) and torch.equal(product(x[some], added[some]), more[some])
+    assert torch.equal(product(x[:6].view(2, 3, depth)), whole[:6].view(2, 3, width))
+
+
+@possible
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_a_gate_is_computed_behind_its_product(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions, generator = tiled_functions(), torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((96, 64), (2, 9, 64)))
+    offset = torch.randn(96, generator=generator).bfloat16() if bias else None
+    product = Packed(weight, offset, halves=True)
+    first, second = F.linear(x.double(), weight.double(), None if offset is None else offset.double()).chunk(2, -1)
+    wanted = F.silu(first) * second
+    assert product.halves and torch.equal(product(x), Packed(weight, offset)(x)), "in their usual order otherwise"
+    assert (product.gated(x) - wanted).abs().max() < 0.01 * wanted.abs().max()
+    monkeypatch.setattr(functions, "tiled", False)
+    assert (Packed(weight, offset, halves=True).gated(x) - wanted).abs().max() < 0.02 * wanted.abs().max()
 
 
 @possible
@@ -186,6 +234,7 @@ def half_target(family: str, layers: int = 3, **options: Any) -> Target:
         ("qwen2", {"num_attention_heads": 6}),
         ("qwen3", {"head_dim": 64}),
         ("qwen3", {"head_dim": 128}),
+        ("llama", {"hidden_size": 96, "head_dim": 32, "num_attention_heads": 12, "num_key_value_heads": 1}),
         # 70 slots lie within its limit, the next power of two does not
         (
             "llama",
@@ -197,12 +246,19 @@ def half_target(family: str, layers: int = 3, **options: Any) -> Target:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("tiled", [True, False])
 @torch.no_grad()
-def test_compiled_passes_are_those_of_the_operators(family: str, options: dict) -> None:
+def test_compiled_passes_are_those_of_the_operators(
+    family: str, options: dict, tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A ragged prompt, a tree behind it, and another behind what was kept of that; every tap."""
+    functions = kernels()
+    assert functions is not None
+    monkeypatch.setattr(functions, "tiled", tiled and functions.tiled)
     target = half_target(family, **options)
     quick = target.body.forward
     assert isinstance(quick, PackedTrunk) and quick._kernels is not None
+    assert quick._tiled == (functions.tiled and options.get("head_dim", 16) % 32 == 0), "heads of whole blocks"
     taps = (*range(target.layers + 1), -1)
     ids = torch.randint(VOCAB, (2, 37), generator=torch.Generator().manual_seed(3))
     tree = ancestors([-1, 0, 0, 1, 2, 3, 4, 1, 6]).expand(2, -1, -1)
@@ -292,7 +348,11 @@ def assert_same_bits_in_trees(target: Target, placements: int, deepest: int = 12
 @compiled
 @torch.no_grad()
 def test_an_exact_target_gives_a_node_the_same_bits_wherever_it_lies() -> None:
-    for family, options in (("llama", {"hidden_size": 192, "intermediate_size": 512}), ("qwen3", {"head_dim": 32})):
+    for family, options in (
+        ("llama", {"hidden_size": 192, "intermediate_size": 512}),
+        ("qwen3", {"head_dim": 32}),
+        ("llama", {"hidden_size": 288, "head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    ):
         target = half_target(family, **options)
         target.exact()
         assert_same_bits_in_trees(target, 60)
