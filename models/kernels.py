@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,20 @@ def kernels() -> Library | None:
         getattr(library, function).argtypes, getattr(library, function).restype = arguments, None
     library.tiled = bool(library.tiles())
     return library
+
+
+@contextlib.contextmanager
+def without_tiles() -> Iterator[None]:
+    """What is packed or loaded meanwhile is computed as on a processor that has none."""
+    functions = kernels()
+    if functions is None:
+        yield
+        return
+    there, functions.tiled = functions.tiled, False
+    try:
+        yield
+    finally:
+        functions.tiled = there
 
 
 def topmost(x: Tensor, many: int, width: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -150,7 +150,7 @@ def _trained(option: str, hybrid: bool = False) -> Callable[[Any, Target, list[i
 # Theirs
 
 
-def _stock(cfg: Any, target: Target) -> Any:
+def stock(cfg: Any, target: Target) -> Any:
     """A model of its own as transformers loads it: none of our packed weights, nothing shared."""
     from transformers import AutoModelForCausalLM
 
@@ -187,7 +187,7 @@ def _hf(lookup: bool) -> Callable[[Any, Target, list[int]], Way]:
 
         from paceline.models.embedded import quiet_transformers
 
-        model = _stock(cfg, target)
+        model = stock(cfg, target)
         options = {"prompt_lookup_num_tokens": cfg.prompt_lookup} if lookup else {}
 
         def generate(rows: list[int], ids: list[list[int]], limit: int) -> Generation:
@@ -217,7 +217,7 @@ def _economize(option: str) -> Callable[[Any, Target, list[int]], Way]:
         import economize  # type: ignore[import-not-found]
         import torch
 
-        model = economize.load(_stock(cfg, target), getattr(cfg, option))
+        model = economize.load(stock(cfg, target), getattr(cfg, option))
 
         def generate(rows: list[int], ids: list[list[int]], limit: int) -> Generation:
             out = model.decode(torch.tensor(ids, device=target.device), limit, stop=stops or None)

@@ -13,8 +13,10 @@ from paceline.conf.schema_scripts import BenchmarkRow
 from paceline.models.drafter import Shape, build, options
 from paceline.models.embedded import folder
 from paceline.models.export import save_export
+from paceline.models.kernels import kernels
+from paceline.models.packed import packable
 from paceline.models.target import Target
-from paceline.scripts import benchmark_decode
+from paceline.scripts import benchmark_decode, benchmark_passes
 from paceline.scripts.benchmark import run
 
 SMALL = ["target=tiny", "part=decode", "dtype=float32", "eval.limit=3", "eval.max_new_tokens=12"]
@@ -128,3 +130,16 @@ def test_what_cannot_be_measured_is_refused_before_a_model_loads(
         benchmark.main()
     err = capsys.readouterr().err
     assert exit_.value.code == 2 and err.count("\n") == 1 and said in err, err
+
+
+def test_passes_are_timed_and_held_to_the_model_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark_passes, "REPEATS", 2)
+    functions, packed = kernels(), packable(torch.zeros(1, 1, dtype=torch.bfloat16))
+    if functions is None or not packed:
+        pytest.skip("this machine compiles no passes")
+    before = functions.tiled
+    measured = {row["name"]: row for row in rows(tmp_path, "part=passes", "dtype=bfloat16", "eval.limit=2")}
+    assert set(measured) == {"onednn", "transformers"} | ({"tiles"} if before else set()) and functions.tiled == before
+    for name, row in measured.items():
+        assert 0 < row["kl"] < 0.05
+        assert name == "transformers" or all(row["milliseconds"][str(nodes)] > 0 for nodes in benchmark_passes.NODES)
