@@ -2,6 +2,7 @@
 # Both build .venv first; nothing is installed outside it.
 
 PYTHON ?= python3
+# Fewer where other programs run beside: `make demo CORES=1`.
 CORES  := $(shell getconf _NPROCESSORS_ONLN)
 BIN    := .venv/bin
 READY  := .venv/.ready
@@ -43,11 +44,11 @@ $(READY): pyproject.toml constraints.txt
 
 demo: setup
 	$(LAUNCH) train/medusa.py experiment=demo out=outputs/demo resume=true
-	$(BIN)/python scripts/evaluate.py drafter=outputs/demo/export eval.prompts=demo decode.nodes=20 hf_prompts=6 out=outputs/demo
+	OMP_NUM_THREADS=$(CORES) $(BIN)/python scripts/evaluate.py drafter=outputs/demo/export eval.prompts=demo decode.nodes=8 hf_prompts=6 out=outputs/demo
 
 eagle: setup
 	$(LAUNCH_TWO) train/eagle.py experiment=eagle out=outputs/eagle resume=true
-	$(BIN)/python scripts/evaluate.py drafter=outputs/eagle/export eval.prompts=demo decode.tree=dynamic decode.nodes=16 decode.width=8 \
+	OMP_NUM_THREADS=$(CORES) $(BIN)/python scripts/evaluate.py drafter=outputs/eagle/export eval.prompts=demo decode.tree=dynamic decode.nodes=16 decode.width=8 \
 		decode.depth=3 decode.lookup=2 decode.node_cost=0.02 decode.depth_cost=0.08 hf_prompts=6 out=outputs/eagle
 
 # mypy knows no import hooks: it finds paceline.* through the link that setup lays (see pyproject.toml).

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 
 from paceline.models.card import card
 from paceline.models.drafter import Drafter, Shape, build, methods, options
@@ -27,7 +26,7 @@ from paceline.models.formats.common import base_config
 from paceline.models.layers import checked_map
 from paceline.models.packed import pack_weights
 from paceline.models.quick import quicken
-from paceline.models.stored import check, load_tensors, manifest_of, read_json, read_tensors, whole
+from paceline.models.stored import check, load_tensors, manifest_of, read_json, read_tensors, save_tensors, whole
 from paceline.models.target import DTYPES, Target
 from paceline.models.trunk import FOLDER, Learnt, fingerprint, read
 
@@ -71,7 +70,7 @@ def save_export(
             "target": target,
             **about,
         }
-        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(tensors, work / "model.safetensors")
         for name, content in (("config.json", base_config(drafter, dtype)), ("drafter.json", description)):
             (work / name).write_text(json.dumps(content, indent=2) + "\n")
         (work / "README.md").write_text(card(drafter, description))

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.models.embedded import quiet_transformers
 from paceline.models.errors import Refusal
+from paceline.models.stored import save_tensors
 from paceline.models.target import DTYPES, Target
 
 PEFT = "base_model.model."  # how the names in peft's files begin
@@ -68,7 +69,7 @@ class Learnt:
         }
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         named = {PEFT + name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
-        save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_tensors(named, folder / "adapter_model.safetensors")
 
 
 def read(folder: Path, kind: str, original: Target, trust_remote_code: bool = False) -> Target:

@@ -23,6 +23,7 @@ from paceline.models.draft_model import DraftOptions
 from paceline.models.drafter import Drafter, Shape, build, options
 from paceline.models.errors import Refusal
 from paceline.models.export import load_export, read_export, save_export
+from paceline.models.stored import save_tensors
 from paceline.models.target import Target
 from paceline.scripts.convert import run
 
@@ -468,10 +469,10 @@ def test_the_program_converts_there_and_back(
     load_export(tmp_path / "back", target)
 
     def spoiling(tensors: dict[str, Any], *more: Any, **named: Any) -> None:
-        save_file({name: -tensor for name, tensor in tensors.items()}, *more, **named)
+        save_tensors({name: -tensor for name, tensor in tensors.items()}, *more, **named)
 
     with monkeypatch.context() as patch:  # a disk that does not keep what it was given
-        patch.setattr("paceline.models.export.save_file", spoiling)
+        patch.setattr("paceline.models.export.save_tensors", spoiling)
         with pytest.raises(Refusal, match=r"to: .*worse: tensor \S+ was read back as another than was written"):
             run(load("convert", f"from={export}", f"to={tmp_path / 'worse'}", "format=native"))
     assert not (tmp_path / "worse").exists()

@@ -125,6 +125,7 @@ def test_an_export_describes_itself(target: Target, tmp_path: Path) -> None:
     engine = json.loads((where / "config.json").read_text())
     assert engine["architectures"] == ["MedusaModel"] and (engine["num_heads"], engine["num_hidden_layers"]) == (3, 2)
     assert (engine["hidden_size"], engine["vocab_size"], engine["torch_dtype"]) == (32, VOCAB, "float32")
+    assert len({file.stat().st_mode for file in where.iterdir()}) == 1, "who may read one may read all"
 
 
 def test_a_reloaded_drafter_decodes_as_before_and_learns_nothing(target: Target, export: Path) -> None:

@@ -8,13 +8,12 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.models.drafter import Drafter
 from paceline.models.errors import Refusal
 from paceline.models.layers import LayerOptions, Size
-from paceline.models.stored import INDEX, Spec, read_json, read_tensors, tensor_files
+from paceline.models.stored import INDEX, Spec, read_json, read_tensors, save_tensors, tensor_files
 from paceline.models.target import Target
 
 USUAL_THETA = 10_000.0  # what official code computes with where config.json has none
@@ -46,7 +45,7 @@ class Checkpoint:
         if self.file.endswith(PICKLES):
             torch.save(self.tensors, folder / self.file)
         else:
-            save_file(self.tensors, folder / self.file, metadata={"format": "pt"})
+            save_tensors(self.tensors, folder / self.file)
 
 
 def opened(folder: Path, files: tuple[str, ...], where: str) -> Checkpoint:
