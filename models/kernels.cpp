@@ -355,8 +355,8 @@ static void look(
     }
 }
 
-// Nodes of a pass that write their keys and values behind those committed, and look at their paths; see `attend`.
-struct Pass {
+// What `attend` is handed.
+struct Nodes {
     bf16 *out;
     const bf16 *qkv;
     bf16 *keys, *values;
@@ -368,6 +368,16 @@ struct Pass {
     long B, N, M, Q, S, D, capacity;
     float eps, scale;
 
+    long turns(long b, long n) const {  // which angles turn a node: its position's, if it is not said
+        if (turn_of) return turn_of[b * N + n];
+        long at = length[b] - 1;
+        for (long m = 0; m < M; m++) at += related[(b * N + n) * M + m];
+        return at;
+    }
+};
+
+// They write their keys and values behind those committed, and look at their paths.
+struct Pass : Nodes {
     long threads;
 
     long parts() const {  // of a head's queries, so that threads have equally much to do
@@ -387,9 +397,7 @@ struct Pass {
         long b = task / S, h = task % S, begun = length[b] + M - N, heads = Q + 2 * S;
         bf16 *key = keys + task * D * capacity + begun, *value = values + (task * capacity + begun) * D;
         for (long n = 0; n < N; n++, key++, value += D) {
-            long at = length[b] - 1;
-            for (long m = 0; m < M; m++) at += related[(b * N + n) * M + m];
-            if (turn_of) at = turn_of[b * N + n];
+            const long at = turns(b, n);
             const bf16 *row = qkv + ((b * N + n) * heads + Q + h) * D;
             float turned[WIDEST];
             bf16 rounded[WIDEST];
@@ -477,8 +485,8 @@ extern "C" void attend(
     bf16 *out, const bf16 *qkv, bf16 *keys, bf16 *values, const int64_t *length, const uint8_t *related,
     const float *cosine, const float *sine, const int64_t *turn_of, const bf16 *query_norm, const bf16 *key_norm,
     long B, long N, long M, long Q, long S, long D, long capacity, long threads, float eps, float scale) {
-    Pass pass{out, qkv, keys, values, length, related, cosine, sine, turn_of, query_norm, key_norm,
-              B, N, M, Q, S, D, capacity, eps, scale, threads};
+    Pass pass{{out, qkv, keys, values, length, related, cosine, sine, turn_of, query_norm, key_norm,
+               B, N, M, Q, S, D, capacity, eps, scale}, threads};
     for (long task = 0; task < B * S; task++) pass.write(task);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (B * N * Q * pass.longest() > 10000)
     for (long task = 0; task < pass.looks(); task++) {

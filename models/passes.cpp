@@ -133,28 +133,10 @@ extern "C" void gated_linear(
 // its path here too.
 //
 //     keys [B, S, capacity, D]   values [B, S, D, capacity], capacity in whole blocks   D in whole blocks   else as Pass
-struct TiledPass {
-    bf16 *out;
-    const bf16 *qkv;
-    bf16 *keys, *values;
-    const int64_t *length;
-    const uint8_t *related;
-    const float *cosine, *sine;
-    const int64_t *turn_of;
-    const bf16 *query_norm, *key_norm;
-    long B, N, M, Q, S, D, capacity;
-    float eps, scale;
-
+struct TiledPass : Nodes {
     long rows() const { return N * Q / S; }  // that look at one head
     long tiles() const { return (rows() + TILE - 1) / TILE; }
     long looks() const { return B * S * tiles(); }
-
-    long turns(long b, long n) const {  // which angles turn a node
-        if (turn_of) return turn_of[b * N + n];
-        long at = length[b] - 1;
-        for (long m = 0; m < M; m++) at += related[(b * N + n) * M + m];
-        return at;
-    }
 
     void write(long task) const {  // of B * S: one head's keys and values
         long b = task / S, h = task % S, begun = length[b] + M - N;
@@ -317,8 +299,8 @@ extern "C" void layers(
     bf16 *normed = work, *qkv = normed + rows * read, *seen = qkv + rows * turned, *wider = seen + rows * Q * D;
 #pragma omp parallel num_threads(threads)
     for (const Layer *layer = table; layer < table + L; layer++) {
-        TiledPass pass{seen, qkv, layer->keys, layer->values, length, related, cosine, sine, turn_of, layer->query_norm,
-                       layer->key_norm, B, N, M, Q, S, D, capacity, eps, scale};
+        TiledPass pass{{seen, qkv, layer->keys, layer->values, length, related, cosine, sine, turn_of, layer->query_norm,
+                       layer->key_norm, B, N, M, Q, S, D, capacity, eps, scale}};
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) {
             bf16 *to = normed + r * read;
