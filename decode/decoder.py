@@ -20,7 +20,7 @@ from paceline.decode import hf
 from paceline.decode.report import AcceptanceReport
 from paceline.decode.sampler import Sampler
 from paceline.decode.trace import Round, rounds
-from paceline.decode.tree import DraftTree, Shape, chain, check_drawable, grow
+from paceline.decode.tree import DraftTree, Shape, chain, check_drawable, grow, last_of
 from paceline.decode.verify import Verdict, walk
 from paceline.models.cache import Cache
 from paceline.models.drafter import Context, Drafter, check_depth
@@ -177,14 +177,6 @@ class Verified:
     positions: Tensor
     count: Tensor
 
-    @classmethod
-    def of(cls, hidden: Tensor, words: Tensor, bonus: list[int], positions: Tensor, count: Tensor) -> "Verified":
-        """words [B, J]: the tokens of the rows themselves. [w0 w1 w2] and a bonus b are followed by [w1 w2 b]."""
-        followers = torch.cat([words[:, 1:], words[:, :1]], 1)
-        rows = torch.arange(len(count), device=count.device)
-        followers[rows, count - 1] = torch.tensor(bonus, device=words.device)
-        return cls(hidden, followers, positions, count)
-
     def preceded(self, first: Tensor) -> "Verified":
         """With row -1 in front, which reads the first token [B, 1] and has no feature."""
         none = torch.zeros_like(self.hidden[:, :1])
@@ -198,7 +190,7 @@ class Verified:
     @property
     def roots(self) -> Tensor:
         """[B], what the target chose last."""
-        return self.followers[torch.arange(len(self.count), device=self.count.device), self.count - 1]
+        return last_of(self.count, self.followers)[0][:, 0]
 
     def select(self, rows: Tensor) -> "Verified":
         return Verified(self.hidden[rows], self.followers[rows], self.positions[rows], self.count[rows])
@@ -238,6 +230,7 @@ class Stream(Iterator[Emitted]):
             trace=[[] for _ in prompts],
         )
         self._prompts = [list(prompt) for prompt in prompts]
+        self._head = self.target.head
         self._live = list(range(len(prompts)))  # batch rows still decoding, as indices into prompts
         self._events = self._run()
 
@@ -273,7 +266,8 @@ class Stream(Iterator[Emitted]):
                 [(self.keys[row], len(self._prompts[row])) for row in self._live],
             )
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        verified = Verified.of(hidden, ids, first, positions, count)
+        behind = [[*prompt[1:], token] for prompt, token in zip(self._prompts, first, strict=True)]
+        verified = Verified(hidden, _padded(behind, ids.device)[0], positions, count)
         memory = None
         if self.drafter is not None:
             memory = self.drafter.memory(len(ids), room + shape.unfolded)
@@ -315,15 +309,12 @@ class Stream(Iterator[Emitted]):
                 nodes, count = _padded(verdict.paths, ids.device)
                 self.target.keep(cache, nodes, count)
                 hidden = hidden.gather(1, nodes[..., None].expand(-1, -1, hidden.shape[-1]))
-                words = tree.tokens.gather(1, nodes)
+                words = [[of[node] for node in path] for (of, _), path in zip(tree.lists, verdict.paths, strict=True)]
+                fresh = [[*row[1:], bonus] for row, bonus in zip(words, verdict.bonus, strict=True)]
                 positions = (cache.length - count)[:, None] + torch.arange(nodes.shape[1], device=ids.device)
                 if held is not None:
-                    held.add(words[0].tolist(), hidden)
-                verified = Verified.of(hidden, words, verdict.bonus, positions, count)
-            fresh = [
-                [*row_words[1:row_count], bonus]
-                for row_words, row_count, bonus in zip(words.tolist(), count.tolist(), verdict.bonus, strict=True)
-            ]
+                    held.add(words[0], hidden)
+                verified = Verified(hidden, _padded(fresh, ids.device)[0], positions, count)
             seen = rounds(tree, logits, verdict, self.sampler) if self.traced else []
             for index, emitted in enumerate(self._emit(fresh, tree, verdict.paths)):
                 if seen:
@@ -334,7 +325,7 @@ class Stream(Iterator[Emitted]):
 
     def _logits(self, last: Tensor) -> Tensor:
         """[..., H] -> logits over the ids the tokenizer knows: rows that only pad the table are never chosen."""
-        return self.target.head(last)[..., : self.target.vocab]
+        return self._head(last)[..., : self.target.vocab]
 
     def _adjusted(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
         """Where the sampler looks back, at the text and the path to each node. [B, N, V]."""
@@ -352,10 +343,6 @@ class Stream(Iterator[Emitted]):
         The prompt's pass, which has no tree, is no round.
         """
         finished = set()
-        depth: list[list[int]] = []  # of each row's nodes, and their parents; -1 where there is none
-        parents: list[list[int]] = []
-        if tree is not None:
-            depth, parents = (part.masked_fill(~tree.real, -1).tolist() for part in (tree.depth, tree.parents))
         for index, row in enumerate(self._live):
             tokens = self.generation.tokens[row]
             taken: list[int] = []
@@ -367,13 +354,16 @@ class Stream(Iterator[Emitted]):
                     break
             used = 0
             if tree is not None and paths is not None:
-                path = paths[index]
+                path, parents = paths[index], tree.lists[index][1]
+                depth = [0]
+                for above in parents[1:]:
+                    depth.append(depth[above] + 1)
                 used = min(len(path) - 1, len(taken))
                 # a round cut short was offered only what lies at or before the cut
-                cut = len(taken) if row in finished else len(depth[index])
-                proposed = sum(0 < d <= cut for d in depth[index])
-                deepest = min(max(depth[index]), cut)
-                offered = min(len(path) - 1 + (path[-1] in parents[index]), cut)
+                cut = len(taken) if row in finished else len(depth)
+                proposed = sum(0 < d <= cut for d in depth)
+                deepest = min(max(depth), cut)
+                offered = min(len(path) - 1 + (path[-1] in parents), cut)
                 self.generation.reports[row].add(used, offered, proposed, len(taken), deepest)
                 self.generation.gained[row].append(len(taken))
             yield Emitted(row, taken, used, row in finished)

@@ -12,10 +12,11 @@ from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from paceline.decode.sampler import Place, Sampler
 from paceline.models.cache import SLICE
-from paceline.models.drafter import Context, Drafter, check_depth, check_mass, target_ids
+from paceline.models.drafter import Context, Drafter, Levels, check_depth, check_mass, target_ids
 from paceline.models.errors import Refusal
 
 
@@ -50,6 +51,12 @@ class DraftTree:
     def depth(self) -> Tensor:
         """[B, N] draft depth of each node, 0 for the root."""
         return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def lists(self) -> list[tuple[list[int], list[int]]]:
+        """Of each row, tokens and parents of its real nodes."""
+        each = zip(self.tokens.tolist(), self.parents.tolist(), self.size.tolist(), strict=True)
+        return [(tokens[:size], parents[:size]) for tokens, parents, size in each]
 
     @property
     def real(self) -> Tensor:
@@ -242,20 +249,22 @@ def grow(
     check_depth(shape.depth, drafter.max_depth)
     if sampler is not None:
         check_drawable(shape)
+    known = None if vocab is None or vocab >= drafter.shape.vocab else drafter.ids_below(vocab)
+    if isinstance(shape, StaticShape) and sampler is None and shape.depth and tokens.shape[1] <= SLICE:
+        plan = _plan(shape, tokens.device, drawn=False)
+        whole = drafter.unfold(feature, tokens, ctx, plan.numbers, known)
+        if whole is not None:
+            return _without_dead(plan.tree(*whole), allowed)
     verified = _slices(feature, tokens, ctx)
     for feature, tokens, ctx in verified:
         onward, state = drafter.step(feature, tokens, 0, ctx)
         deeper = _deeper_streams(drafter, shape.depth, onward, tokens, ctx)
-    rows, last = torch.arange(len(tokens), device=tokens.device), ctx.count - 1
-    tree = DraftTree.root(tokens[rows, last])
+    last, onward, state, position = last_of(ctx.count, tokens, onward, state, ctx.positions)
+    tree = DraftTree.root(last[:, 0])
     if shape.depth == 0:
         return tree
-    known = None
-    if vocab is not None and vocab < drafter.shape.vocab:
-        known = vocab if drafter.vocab_map is None else int((drafter.vocab_map < vocab).sum())
-    level = _Level(onward[rows, last][:, None], state[rows, last][:, None], tree.logp, torch.zeros_like(tree.parents))
-    at = Context(ctx.positions[rows, last][:, None], torch.ones_like(ctx.count), ctx.memory)
-    root = _Root(at, deeper)
+    level = _Level(onward, state, tree.logp, torch.zeros_like(tree.parents))
+    root = _Root(Context(position, torch.ones_like(ctx.count), ctx.memory), deeper)
     if isinstance(shape, StaticShape):
         width = drafter.shape.vocab if vocab is None else vocab
         size = (len(tokens), shape.nodes, width)
@@ -264,6 +273,15 @@ def grow(
     else:
         tree = _unfold_dynamic(drafter, shape, tree, level, root, known)
     return _without_dead(tree, allowed)
+
+
+def last_of(count: Tensor, *rows: Tensor) -> list[Tensor]:
+    """The last real one of each text's rows, [B, J, ...] each: [B, 1, ...]."""
+    texts, many = rows[0].shape[:2]
+    if many == 1:
+        return list(rows)
+    at = torch.arange(-1, texts * many - 1, many, device=count.device) + count
+    return [part.flatten(0, 1).index_select(0, at)[:, None] for part in rows]
 
 
 def _slices(feature: Tensor, tokens: Tensor, ctx: Context) -> Iterator[tuple[Tensor, Tensor, Context]]:
@@ -295,7 +313,6 @@ def _deeper_streams(
     the root's row at those depths, where it is verified text as well: for a drafter that reads no tokens.
     """
     root: dict[int, tuple[Tensor, Tensor]] = {}
-    rows, last = torch.arange(len(tokens), device=tokens.device), ctx.count - 1
     for depth in range(1, depths):
         if drafter.stream(depth) == drafter.stream(depth - 1):
             break
@@ -305,7 +322,8 @@ def _deeper_streams(
         else:
             at = Context(ctx.positions + depth, ctx.count, ctx.memory)
             feature, state = drafter.step(feature, tokens, depth, at)
-            root[depth] = feature[rows, last][:, None], state[rows, last][:, None]
+            onward, told = last_of(ctx.count, feature, state)
+            root[depth] = onward, told
     return root
 
 
@@ -393,32 +411,63 @@ def _descend(
 
 @dataclass(frozen=True)
 class _LevelPlan:
-    """One level of a static tree as indices: parent [m] within the nodes unfolded above, rank [m] among its children;
-    going [g]: which of the m get children themselves, index [g] of these in the tree."""
+    """One level of a static tree of m nodes as indices.
 
-    parent: Tensor
-    rank: Tensor
+    place [m]: in the `width` children of the nodes unfolded above, one node's behind the other's. Of the g that get
+    children themselves, going [g]: which of the m, parent [1, g]: of the nodes above, index [1, g]: in the tree.
+    """
+
     width: int
+    place: Tensor
     going: Tensor
+    parent: Tensor
     index: Tensor
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """A static tree's levels, and what does not depend on what is drafted: see DraftTree."""
+
+    levels: list[_LevelPlan]
+    parents: Tensor  # [1, N]
+    ancestors: Tensor  # [1, N, N]
+    numbers: Levels
+
+    def tree(self, tokens: Tensor, logp: Tensor, q: Tensor | None = None) -> DraftTree:
+        """tokens, logp [B, N] -> that tree."""
+        rows, nodes = tokens.shape
+        size = torch.full((rows,), nodes, device=tokens.device)
+        whole = DraftTree(tokens, self.parents.expand(rows, -1), size, logp, q)
+        whole.ancestors = self.ancestors.expand(rows, -1, -1)
+        return whole
+
+
 @lru_cache(maxsize=256)
-def _plan(shape: StaticShape, device: torch.device, drawn: bool) -> list[_LevelPlan]:
+def _plan(shape: StaticShape, device: torch.device, drawn: bool) -> _Plan:
     """The same every round, so it is made once. drawn: the first so many children, not those of certain ranks."""
     shape = shape.numbered() if drawn else shape
     inner = {path[:-1] for path in shape.paths}
     above: list[tuple[int, ...]] = [()]  # paths of the level above that are unfolded, in its order
-    first, plan = 1, []
+    number: dict[tuple[int, ...], int] = {(): 0}  # of each path's node in the tree
+    levels, numbers = [], list[int]()
+
+    def at(numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=device)
+
     for paths in shape.levels:
-        parent, rank = [above.index(path[:-1]) for path in paths], [path[-1] for path in paths]
-        going = [i for i, path in enumerate(paths) if path in inner]
-        lists = (parent, rank, going, [first + i for i in going])
-        at = [torch.tensor(numbers, dtype=torch.long, device=device) for numbers in lists]
-        plan.append(_LevelPlan(at[0], at[1], 1 + max(rank), at[2], at[3]))
-        above = [paths[i] for i in going]
-        first += len(paths)
-    return plan
+        width = 1 + max(path[-1] for path in paths)
+        place = [above.index(path[:-1]) * width + path[-1] for path in paths]
+        number |= {path: len(number) + i for i, path in enumerate(paths)}
+        going = [path for path in paths if path in inner]
+        lists = [paths.index(path) for path in going], [above.index(path[:-1]) for path in going]
+        index = [number[path] for path in going]
+        levels.append(_LevelPlan(width, at(place), at(lists[0]), at(lists[1])[None], at(index)[None]))
+        numbers += [len(paths), width, len(going), *place, *lists[0], *lists[1]]
+        above = going
+    parents = at([-1, *(number[path[:-1]] for path in number if path)])[None]
+    blank = torch.zeros_like(parents)
+    ancestors = DraftTree(blank, parents, blank[:, 0], blank.float()).ancestors
+    return _Plan(levels, parents, ancestors, Levels(at(numbers), len(number), len(levels)))
 
 
 def _unfold_static(
@@ -430,21 +479,20 @@ def _unfold_static(
     known: int | None,
     lots: _Lots | None,
 ) -> DraftTree:
-    parts = [tree]
-    rows = len(tree.tokens)
-    for depth, plan in enumerate(_plan(shape, tree.tokens.device, lots is not None)):
-        ids, logp = _children(drafter, level, depth, plan.width, known, lots)
-        rank = plan.rank.clamp(max=ids.shape[-1] - 1)
-        tokens, joint = ids[:, plan.parent, rank], logp[:, plan.parent, rank]
-        joint = joint.masked_fill(plan.rank >= ids.shape[-1], -torch.inf)  # a rank the draft vocabulary has not
-        parts.append(DraftTree(tokens, level.index[:, plan.parent], tree.size, joint))
-        if len(plan.going):
-            parent = plan.parent[plan.going].expand(rows, -1)
-            feature, state = _descend(drafter, level, parent, tokens[:, plan.going], depth + 1, root)
-            level = _Level(feature, state, joint[:, plan.going], plan.index.expand(rows, -1))
-    whole = _joined(parts)
-    whole.q = None if lots is None else lots.q
-    return whole
+    rows, parts = len(tree.tokens), [(tree.tokens, tree.logp)]
+    plan = _plan(shape, tree.tokens.device, lots is not None)
+    for depth, of in enumerate(plan.levels):
+        ids, logp = _children(drafter, level, depth, of.width, known, lots)
+        if (missing := of.width - ids.shape[-1]) > 0:  # ranks that the draft vocabulary has not
+            ids, logp = F.pad(ids, (0, missing)), F.pad(logp, (0, missing), value=-torch.inf)
+        tokens, joint = (part.flatten(1).index_select(1, of.place) for part in (ids, logp))
+        parts.append((tokens, joint))
+        if len(of.going):
+            parent, going = of.parent.expand(rows, -1), of.going
+            feature, state = _descend(drafter, level, parent, tokens.index_select(1, going), depth + 1, root)
+            level = _Level(feature, state, joint.index_select(1, going), of.index.expand(rows, -1))
+    tokens, logp = (torch.cat(column, 1) for column in zip(*parts, strict=True))
+    return plan.tree(tokens, logp, None if lots is None else lots.q)
 
 
 def _unfold_dynamic(

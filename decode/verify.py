@@ -146,9 +146,9 @@ def typical(
 def _children(tree: DraftTree) -> list[dict[int, list[tuple[int, int]]]]:
     """Per row: node -> its (child, token) in drawing order."""
     out = []
-    for tokens, parents, size in zip(tree.tokens.tolist(), tree.parents.tolist(), tree.size.tolist(), strict=True):
+    for tokens, parents in tree.lists:
         under: dict[int, list[tuple[int, int]]] = {}
-        for node in range(1, size):
+        for node in range(1, len(tokens)):
             under.setdefault(parents[node], []).append((node, tokens[node]))
         out.append(under)
     return out

@@ -216,6 +216,6 @@ class _Slots(Cache):
         rows = torch.arange(len(key_states), device=key_states.device) if self._taken is None else self._taken
         out = []
         for buffer, new in ((self.keys[layer_idx], key_states), (self.values[layer_idx], value_states)):
-            buffer[rows[:, None], :, self._slots] = new.transpose(1, 2)  # [R, N, heads, dim]
+            buffer[rows[:, None], :, self.slots] = new.transpose(1, 2)  # [R, N, heads, dim]
             out.append((buffer[: len(rows)] if self._taken is None else buffer[rows])[:, :, : self._reach])
         return out[0], out[1]

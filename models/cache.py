@@ -38,11 +38,10 @@ class Cache(TransformersCache):
         self.values: list[Tensor] = []
         self._stacks: tuple[Tensor, ...] = ()
         self._tiled = False
-        self._slots = torch.empty(0)
-        self._reach = 0
+        self._reach, self._placed = 0, (0, 0)
 
-    def place(self, nodes: int, behind: int = 0) -> Tensor:
-        """Reserve the slots of the next pass: returns [B, N], row b's nodes right behind its committed slots.
+    def place(self, nodes: int, behind: int = 0) -> None:
+        """Reserve `slots` for the next pass, row b's nodes right behind its committed ones.
 
         Args:
             behind: slots left between, for passes before this one that were not committed either.
@@ -53,9 +52,13 @@ class Cache(TransformersCache):
         longest = int(self.length.max()) + behind
         if longest + nodes > self.capacity:
             raise Refusal(f"the cache holds {self.capacity} tokens, {longest} + {nodes} were asked for")
-        self._reach = longest + nodes
-        self._slots = self.length[:, None] + behind + torch.arange(nodes, device=self.length.device)
-        return self._slots
+        self._reach, self._placed = longest + nodes, (nodes, behind)
+
+    @property
+    def slots(self) -> Tensor:
+        """[B, N] of the pass being run."""
+        nodes, behind = self._placed
+        return self.length[:, None] + torch.arange(behind, behind + nodes, device=self.length.device)
 
     def visible(self, related: Tensor) -> Tensor:
         """Who the pass being run may look at: [B, N, reach] bool, every committed slot of its row, and of the slack
@@ -101,7 +104,7 @@ class Cache(TransformersCache):
                 buffer[:, :, start : self._reach] = new
             else:
                 rows = torch.arange(len(buffer), device=buffer.device)[:, None]
-                buffer[rows, :, self._slots] = new.transpose(1, 2)  # [B, N, heads, dim]
+                buffer[rows, :, self.slots] = new.transpose(1, 2)  # [B, N, heads, dim]
             out.append(buffer[:, :, : self._reach])
         return out[0], out[1]
 
@@ -112,24 +115,28 @@ class Cache(TransformersCache):
             nodes: [B, J] node indices of the last pass, in the order in which they are committed; ascending in a row.
             count: [B] how many of the J are meant in each row (the rest is padding).
         """
-        wide = nodes.shape[1]
-        there = torch.arange(wide, device=nodes.device)
-        if wide and bool(((nodes != there) & (there < count[:, None])).any()):
-            # node indices ascend, so nodes[j] >= j: a row never overwrites one that is still to be moved
-            source = self.length[:, None] + torch.where(there < count[:, None], nodes, there)
-            functions = kernels() if self._stacks and self._stacks[0].device.type == "cpu" else None
-            if functions is not None and self._stacks[0].dtype == torch.bfloat16:
-                at = *self._stacks, source, self.length.contiguous(), count.contiguous()
-                layers, batch, heads, slots, size = self._stacks[1].shape
-                functions.move(*(part.data_ptr() for part in at), layers, batch, heads, size, wide, slots)
-            else:
-                rows, target = torch.arange(len(nodes), device=nodes.device)[:, None], self.length[:, None] + there
-                stacks = (self._stacks[0].transpose(-1, -2), self._stacks[1]) if self._stacks else ()
-                for stack in stacks:
-                    stack[:, rows, :, target] = stack[:, rows, :, source]
-                for buffer in () if stacks else (*self.keys, *self.values):
-                    buffer[rows, :, target] = buffer[rows, :, source]
+        if nodes.shape[1]:
+            self._move(nodes, count)
         self.length = self.length + count
+
+    def _move(self, nodes: Tensor, count: Tensor) -> None:
+        # node indices ascend, so nodes[j] >= j: a row never overwrites one that is still to be moved
+        functions = kernels() if self._stacks and self._stacks[0].device.type == "cpu" else None
+        if functions is not None and self._stacks[0].dtype == torch.bfloat16:
+            at = *self._stacks, nodes.contiguous(), self.length.contiguous(), count.contiguous()
+            layers, batch, heads, slots, size = self._stacks[1].shape
+            functions.move(*(part.data_ptr() for part in at), layers, batch, heads, size, nodes.shape[1], slots)
+            return
+        there = torch.arange(nodes.shape[1], device=nodes.device)
+        if not bool(((nodes != there) & (there < count[:, None])).any()):
+            return
+        source = self.length[:, None] + torch.where(there < count[:, None], nodes, there)
+        rows, target = torch.arange(len(nodes), device=nodes.device)[:, None], self.length[:, None] + there
+        stacks = (self._stacks[0].transpose(-1, -2), self._stacks[1]) if self._stacks else ()
+        for stack in stacks:
+            stack[:, rows, :, target] = stack[:, rows, :, source]
+        for buffer in () if stacks else (*self.keys, *self.values):
+            buffer[rows, :, target] = buffer[rows, :, source]
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch ([R] indices): finished rows leave."""

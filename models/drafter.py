@@ -18,7 +18,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
@@ -161,13 +161,47 @@ class Context:
 
 @dataclass(frozen=True)
 class Borrowed:
-    """What a drafter uses of the target by reference: the embedding of its ids, its output head. Copies share it."""
+    """What a drafter uses of the target by reference: the embedding of its ids, its output head. Copies share it.
+
+    table: [V, H], if the embedding is no more than its rows.
+    """
 
     embed: Callable[[Tensor], Tensor] | None = None
     head: Head | None = None
+    table: Tensor | None = None
 
     def __deepcopy__(self, memo: dict) -> "Borrowed":
         return self  # a bound method is copied with all it belongs to: the whole target
+
+
+class DraftStep(NamedTuple):
+    """A step that is one decoder layer and what stands before and behind it, as compiled code can take it.
+
+    The layer reads the embedding beside the feature; or, with `fuse`, what that makes of [embedding, feature], each
+    normed where there is a norm. norm: of what the layer returns, which is then the state; `normed`: and is handed on.
+    rotary: of the layer's angles, at `position_offset`.
+    """
+
+    layer: nn.Module
+    rotary: Any
+    embedding_norm: nn.Module | None = None
+    feature_norm: nn.Module | None = None
+    fuse: nn.Linear | None = None
+    norm: nn.Module | None = None
+    normed: bool = False
+
+
+class Levels(NamedTuple):
+    """A static tree as numbers, `plan` int64, level by level: how many nodes, among how many children of one they are,
+    how many of them have children; of each node its place in the children of all nodes above that have some; of those
+    that have children which they are, and which of those above is the parent.
+
+    nodes: of the tree, the root included. depth: levels below it.
+    """
+
+    plan: Tensor
+    nodes: int
+    depth: int
 
 
 class Drafter(nn.Module):
@@ -197,6 +231,7 @@ class Drafter(nn.Module):
         self.options, self.shape = options, shape
         self.taps: tuple[int, ...] = options.taps or ()
         self.borrowed = Borrowed()
+        self._below: tuple[tuple[int, int, int], int] | None = None
 
     @property
     def unroll(self) -> int:
@@ -250,6 +285,33 @@ class Drafter(nn.Module):
         check_mass(self, mass)
         return torch.where(top == -torch.inf, top, top - mass), target_ids(self, ids)
 
+    def as_step(self) -> DraftStep | None:
+        """What `step` is at every depth, if it is no more than that."""
+        return None
+
+    def unfold(
+        self, feature: Tensor, tokens: Tensor, ctx: Context, levels: Levels, known: int | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """A static tree's tokens and joint log-probabilities [B, nodes] in one call; None: take its steps one by one.
+
+        feature, tokens, ctx: verified rows, the last real one the root's. known: as in `likeliest`.
+        """
+        return None
+
+    def ids_below(self, vocab: int) -> int:
+        """How many draft ids stand for target ids below `vocab`."""
+        ids = self.vocab_map
+        if ids is None:
+            return vocab
+        now = vocab, ids.data_ptr(), ids._version
+        if self._below is None or self._below[0] != now:  # asked for every round
+            self._below = now, int((ids < vocab).sum())
+        return self._below[1]
+
+    def output_head(self, depth: int) -> tuple[nn.Module | None, nn.Module | Head | None]:
+        """The norm and the matrix that `head` is, if it is no more than these; or neither."""
+        return None, None
+
     def start(self, target: Target) -> None:
         """Initialise what is trained from the target, once, before training."""
 
@@ -279,7 +341,12 @@ def check_depth(depth: int | None, deepest: int | None) -> None:
 def check_mass(drafter: Drafter, mass: Tensor) -> None:
     """mass: log-sum-exp of logits. Raises Refusal where one is not finite, or nan; -inf is silence."""
     if mass.numel() and not float(mass.max()) < torch.inf:  # nor is nan
-        raise Refusal(f"the drafter's logits are not finite in {drafter.dtype}: decode with dtype=float32 or bfloat16")
+        raise no_numbers(drafter)
+
+
+def no_numbers(drafter: Drafter) -> Refusal:
+    """What is said where a drafter's logits are not finite."""
+    return Refusal(f"the drafter's logits are not finite in {drafter.dtype}: decode with dtype=float32 or bfloat16")
 
 
 def target_ids(drafter: Drafter, draft_ids: Tensor) -> Tensor:

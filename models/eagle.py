@@ -17,9 +17,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from paceline.models.drafter import Borrowed, Context, Drafter, Shape, method
+from paceline.models.drafter import Borrowed, Context, Drafter, DraftStep, Shape, method
 from paceline.models.errors import Refusal
 from paceline.models.layers import (
+    Angles,
     Attention,
     GatedMLP,
     LayeredOptions,
@@ -32,7 +33,7 @@ from paceline.models.layers import (
     turned_into_offsets,
 )
 from paceline.models.streams import TreeKeys
-from paceline.models.target import Target, rope_frequencies
+from paceline.models.target import Head, Target, rope_frequencies
 
 
 class EagleOptions(LayeredOptions):
@@ -100,9 +101,7 @@ class EagleLayer(ResidualLayer):
     def norms(self) -> tuple[RMSNorm | None, RMSNorm | None, RMSNorm]:
         return self.input_layernorm, self.hidden_norm, self.post_attention_layernorm
 
-    def forward(
-        self, feature: Tensor, embedded: Tensor, angles: tuple[Tensor, Tensor], depth: int, ctx: Context
-    ) -> Tensor:
+    def forward(self, feature: Tensor, embedded: Tensor, angles: Angles, depth: int, ctx: Context) -> Tensor:
         """[B, N, H] each -> [B, N, H]."""
         x = feature
         if self.input_layernorm is not None and self.hidden_norm is not None:
@@ -171,7 +170,7 @@ class Eagle(Drafter):
         embedded = self.borrowed.embed(tokens).to(feature.dtype)
         if self.options.join == "fc" and self.fc is not None:
             feature = self.fc(torch.cat([embedded, feature], -1))
-        angles = self.rotary(ctx.positions.clamp(min=0) + self.position_offset, feature.dtype)
+        angles = self.rotary(ctx.positions, feature.dtype, self.position_offset)
         out = self._layer[0](feature, embedded, angles, depth, ctx)
         return out, out
 
@@ -181,6 +180,13 @@ class Eagle(Drafter):
         if self.options.output == "own":
             return self.lm_head(state)
         return self.head_of_target(state)
+
+    def as_step(self) -> DraftStep:
+        return DraftStep(self._layer[0], self.rotary, fuse=self.fc if self.options.join == "fc" else None)
+
+    def output_head(self, depth: int) -> tuple[nn.Module | None, nn.Module | Head | None]:
+        norm = self.norm if self.options.join == "attention" else None
+        return norm, self.lm_head if self.options.output == "own" else self.borrowed.head
 
     @torch.no_grad()
     def start(self, target: Target) -> None:
@@ -219,7 +225,7 @@ class Eagle(Drafter):
 
     def borrow(self, target: Target) -> None:
         head = target.head.rows(self.vocab_map) if self.options.output == "shared" else None
-        self.borrowed = Borrowed(target.embed, head)
+        self.borrowed = Borrowed(target.embed, head, target.table)
 
     def engine_config(self) -> dict[str, Any]:
         layer, rope, taps = self.options.layer, self.options.layer.rope or {}, list(self.taps)

@@ -88,8 +88,7 @@ class Hybrid(Drafter):
         if not self._drafts(depth):
             return trust.log(), place
         ids = self.drafter.vocab_map
-        if ids is not None and known is not None:
-            known = int((ids < known).sum())
+        known = None if known is None else self.drafter.ids_below(known)
         if not bool(trust.any()):
             return self.drafter.likeliest(own, depth, many, known)
         logits = self.drafter.head(own, depth)

@@ -18,7 +18,7 @@ from paceline.models.drafter import Borrowed, Context, Count, Drafter, HeadOptio
 from paceline.models.errors import Refusal
 from paceline.models.layers import DecoderLayer, LayeredOptions, ResBlock, Rotary, checked_map, copy_layer, silence
 from paceline.models.streams import TreeKeys
-from paceline.models.target import Target, rope_frequencies
+from paceline.models.target import Head, Target, rope_frequencies
 
 
 class HydraOptions(HeadOptions, LayeredOptions):
@@ -102,6 +102,9 @@ class HydraHeads(Drafter):
         return self.head_of_target(state)
 
     @torch.no_grad()
+    def output_head(self, depth: int) -> tuple[nn.Module | None, nn.Module | Head | None]:
+        return None, self.lm_heads[depth] if self.options.output == "own" else self.borrowed.head
+
     def start(self, target: Target) -> None:
         """start=head: each head says what the target says, and hears no token yet.
 

@@ -365,11 +365,14 @@ struct Nodes {
     const float *cosine, *sine;
     const int64_t *turn_of;
     const bf16 *query_norm, *key_norm;
-    long B, N, M, Q, S, D, capacity;
+    long B, N, M, Q, S, D, capacity, offset, angles;
     float eps, scale;
 
     long turns(long b, long n) const {  // which angles turn a node: its position's, if it is not said
-        if (turn_of) return turn_of[b * N + n];
+        if (turn_of) {  // padding may lie anywhere
+            long at = turn_of[b * N + n] + offset;
+            return at < 0 ? 0 : at < angles ? at : angles - 1;
+        }
         long at = length[b] - 1;
         for (long m = 0; m < M; m++) at += related[(b * N + n) * M + m];
         return at;
@@ -449,7 +452,7 @@ struct Pass : Nodes {
                 for (long m = 0; m < M; m++)
                     if (related[(b * N + n) * M + m]) *mine++ = length[b] + m;
                 steps[r] = mine - path[r];
-                long at = D * (turn_of ? turn_of[b * N + n] : length[b] + steps[r] - 1);
+                long at = D * turns(b, n);
                 turn(query[r], qkv + ((b * N + n) * heads + g) * D, query_norm, eps, cosine + at, sine + at, D);
                 to[r] = out + ((b * N + n) * Q + g) * D;
             }
@@ -458,20 +461,22 @@ struct Pass : Nodes {
     }
 };
 
-// Move slots of each row to where they stay: from [B, J], ascending, the first `count` [B] of them, to `to` [B] and on.
+// Move the nodes of each row that stay, the first `count` [B] of nodes [B, J], ascending, right behind its `length` [B]
+// committed slots, where the pass has its node 0.
 //
 //     keys [layers, B, S, D, capacity]   values [layers, B, S, capacity, D]
 extern "C" void move(
-    bf16 *keys, bf16 *values, const int64_t *from, const int64_t *to, const int64_t *count, long layers, long B, long S,
-    long D, long J, long capacity) {
+    bf16 *keys, bf16 *values, const int64_t *nodes, const int64_t *length, const int64_t *count, long layers, long B,
+    long S, long D, long J, long capacity) {
     for (long group = 0; group < layers * B * S; group++) {
-        long b = group / S % B;
-        bf16 *key = keys + group * D * capacity, *value = values + group * capacity * D;
-        const int64_t *mine = from + b * J;
+        long b = group / S % B, first = 0;
+        bf16 *key = keys + group * D * capacity + length[b], *value = values + (group * capacity + length[b]) * D;
+        const int64_t *mine = nodes + b * J;
+        while (first < count[b] && mine[first] == first) first++;
+        if (first == count[b]) continue;
         for (long d = 0; d < D; d++, key += capacity)
-            for (long j = 0; j < count[b]; j++) key[to[b] + j] = key[mine[j]];
-        for (long j = 0; j < count[b]; j++)
-            if (mine[j] != to[b] + j) memcpy(value + (to[b] + j) * D, value + mine[j] * D, D * sizeof(bf16));
+            for (long j = first; j < count[b]; j++) key[j] = key[mine[j]];
+        for (long j = first; j < count[b]; j++) memcpy(value + j * D, value + mine[j] * D, D * sizeof(bf16));
     }
 }
 
@@ -479,14 +484,15 @@ extern "C" void move(
 //
 //     qkv     [B, N, Q + 2 S, D]    keys [B, S, D, capacity]    values [B, S, capacity, D]    out [B, N, Q, D]
 //     length  [B] committed slots   related [B, N, M]: whom of the M slots behind those each node sees, itself, one of
-//             the last N, included  cosine, sine [turns, D]     turn_of [B, N] or null: a node turns by its position,
-//             committed slots and path   query_norm, key_norm [D] or null
+//             the last N, included  cosine, sine [angles, D]    turn_of [B, N], to which `offset` comes, or null: a
+//             node turns by its position, committed slots and path   query_norm, key_norm [D] or null
 extern "C" void attend(
     bf16 *out, const bf16 *qkv, bf16 *keys, bf16 *values, const int64_t *length, const uint8_t *related,
     const float *cosine, const float *sine, const int64_t *turn_of, const bf16 *query_norm, const bf16 *key_norm,
-    long B, long N, long M, long Q, long S, long D, long capacity, long threads, float eps, float scale) {
+    long B, long N, long M, long Q, long S, long D, long capacity, long offset, long angles, long threads, float eps,
+    float scale) {
     Pass pass{{out, qkv, keys, values, length, related, cosine, sine, turn_of, query_norm, key_norm,
-               B, N, M, Q, S, D, capacity, eps, scale}, threads};
+               B, N, M, Q, S, D, capacity, offset, angles, eps, scale}, threads};
     for (long task = 0; task < B * S; task++) pass.write(task);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (B * N * Q * pass.longest() > 10000)
     for (long task = 0; task < pass.looks(); task++) {

@@ -32,14 +32,17 @@ SIGNATURES = {
     "norm": [_ADDRESS] * 3 + [_COUNT] * 2 + [_NUMBER],
     "gated": [_ADDRESS] * 2 + [_COUNT] * 2,
     "largest": [_ADDRESS] * 2 + [_COUNT] * 4,
-    "attend": [_ADDRESS] * 11 + [_COUNT] * 8 + [_NUMBER] * 2,
+    "attend": [_ADDRESS] * 11 + [_COUNT] * 10 + [_NUMBER] * 2,
     "move": [_ADDRESS] * 5 + [_COUNT] * 6,
     "topmost": [_ADDRESS] * 4 + [_COUNT] * 4,
     "learn": [_ADDRESS] * 7 + [_COUNT] * 6 + [_NUMBER] * 2,
     "linear": [_ADDRESS] * 5 + [_COUNT] * 6,
     "gated_linear": [_ADDRESS] * 4 + [_COUNT] * 4,
-    "layers": [_ADDRESS] * 9 + [_COUNT] * 11 + [_NUMBER] * 2,
+    "layers": [_ADDRESS] * 9 + [_COUNT] * 13 + [_NUMBER] * 2,
+    "likeliest": [_ADDRESS] * 9 + [_COUNT] * 7 + [_NUMBER],
+    "unfold": [_ADDRESS] * 12 + [_COUNT] * 14 + [_NUMBER] * 2,
 }
+ANSWERS = {"likeliest": _COUNT, "unfold": _COUNT}  # what others return is nothing
 
 
 class Library(ctypes.CDLL):
@@ -74,7 +77,8 @@ def kernels() -> Library | None:
     except (OSError, Refusal, subprocess.CalledProcessError):
         return None
     for function, arguments in SIGNATURES.items():
-        getattr(library, function).argtypes, getattr(library, function).restype = arguments, None
+        getattr(library, function).argtypes = arguments
+        getattr(library, function).restype = ANSWERS.get(function)
     library.tiled = bool(library.tiles())
     return library
 

@@ -1,6 +1,7 @@
 """Layers that several drafters are made of. Knows no method."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
@@ -138,6 +139,29 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@dataclass
+class LookedUp:
+    """The angles of rows at `positions` [B, N], turned by `offset` more: as cos and sin when they are unpacked; what
+    takes them from `tables` itself spares that."""
+
+    rotary: "Rotary"
+    positions: Tensor
+    dtype: torch.dtype
+    offset: int
+
+    def __iter__(self) -> Iterator[Tensor]:
+        positions = self.positions.clamp(min=0) + self.offset
+        tables = self.tables(int(positions.max()) + 1 if positions.numel() else 0)
+        return (table[positions][:, None].to(self.dtype) for table in tables)
+
+    def tables(self, reach: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the first positions, of `reach` at least: [P, 2 * frequencies] float32."""
+        return self.rotary.tables(reach, self.dtype)
+
+
+Angles = tuple[Tensor, Tensor] | LookedUp
+
+
 class Rotary:
     """Rotary angles of positions. No module, so that no cast to 16 bits reaches the frequencies.
 
@@ -146,21 +170,25 @@ class Rotary:
 
     def __init__(self, frequencies: Tensor, scaling: float = 1.0):
         self.frequencies, self.scaling = frequencies.float(), scaling
-        self._table = torch.empty(0, 2, 0)
+        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[B, N] -> cos, sin [B, 1, N, 2 * frequencies], computed in float32."""
-        if positions.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self._angles(positions, dtype)
-        # decoding asks for few at a time, again and again
-        least, most = (int(part) for part in positions.aminmax()) if positions.numel() else (0, 0)
-        if least < 0:  # a table begins at 0
-            return self._angles(positions, dtype)
-        if len(self._table) <= most or self._table.dtype != dtype:
-            all_ = torch.arange(1 << most.bit_length())[None]
-            self._table = torch.stack([part[0, 0] for part in self._angles(all_, dtype)], 1)
-        cos, sin = self._table[positions][:, None].unbind(-2)
-        return cos, sin
+    def __call__(self, positions: Tensor, dtype: torch.dtype, offset: int = 0) -> Angles:
+        """[B, N] -> cos, sin [B, 1, N, 2 * frequencies] of those positions + offset, computed in float32.
+
+        A position below 0 is padding, and taken as 0.
+        """
+        elsewhere = positions.device.type != "cpu" or torch.compiler.is_compiling()
+        if elsewhere or torch.is_grad_enabled() or offset < 0:  # a table begins at 0
+            return self._angles(positions.clamp(min=0) + offset, dtype)
+        return LookedUp(self, positions, dtype, offset)  # decoding asks for few at a time, again and again
+
+    def tables(self, reach: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See `LookedUp`; rounded as those in `dtype` are."""
+        tables = self._tables.get(dtype)
+        if tables is None or len(tables[0]) < reach:
+            cos, sin = self._angles(torch.arange(1 << reach.bit_length())[None], dtype)
+            tables = self._tables[dtype] = cos[0, 0].float(), sin[0, 0].float()
+        return tables
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         self.frequencies = self.frequencies.to(positions.device)
@@ -169,7 +197,7 @@ class Rotary:
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
 
 
-def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def turned(x: Tensor, angles: Angles) -> Tensor:
     """Rotary embedding of [B, heads, N, D]; what lies beyond the angles' width stays."""
     cos, sin = angles
     width = cos.shape[-1]
@@ -194,7 +222,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.size, eps=options.eps) if options.qk_norm else None
         self.k_norm = RMSNorm(self.size, eps=options.eps) if options.qk_norm else None
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], depth: int, layer: int, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, depth: int, layer: int, ctx: Context) -> Tensor:
         """[B, N, inputs] -> [B, N, hidden]."""
         q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self.qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
@@ -246,7 +274,7 @@ class DecoderLayer(ResidualLayer):
     def norms(self) -> tuple[RMSNorm | None, RMSNorm | None, RMSNorm]:
         return None, self.input_layernorm, self.post_attention_layernorm
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], depth: int, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, depth: int, ctx: Context) -> Tensor:
         """[B, N, H] -> [B, N, H]."""
         x = x + self.self_attn(self.input_layernorm(x), angles, depth, 0, ctx)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.models.drafter import Borrowed, Context, Count, Drafter, HeadOptions, Shape, method
 from paceline.models.layers import ResBlock, checked_map
-from paceline.models.target import Target
+from paceline.models.target import Head, Target
 
 
 class MedusaOptions(HeadOptions):
@@ -52,6 +52,9 @@ class Medusa(Drafter):
         if self.options.output == "own":
             return self.lm_heads[depth](state)
         return self.head_of_target(state)
+
+    def output_head(self, depth: int) -> tuple[nn.Module | None, nn.Module | Head | None]:
+        return None, self.lm_heads[depth] if self.options.output == "own" else self.borrowed.head
 
     def start(self, target: Target) -> None:
         theirs = target.head.rows(self.vocab_map)

@@ -22,7 +22,7 @@ from paceline.models.layers import (
     silence,
 )
 from paceline.models.streams import StreamKeys
-from paceline.models.target import Target, rope_frequencies
+from paceline.models.target import Head, Target, rope_frequencies
 
 
 class MtpOptions(HeadOptions, LayeredOptions):
@@ -66,6 +66,9 @@ class Mtp(Drafter):
 
     def head(self, state: Tensor, depth: int) -> Tensor:
         return self.head_of_target(state)
+
+    def output_head(self, depth: int) -> tuple[nn.Module | None, nn.Module | Head | None]:
+        return None, self.borrowed.head
 
     def start(self, target: Target) -> None:
         """start=head: the norms are the target's and the layers silent, so that every head says what the target says.

@@ -17,7 +17,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from paceline.models.drafter import Borrowed, Context, Count, Drafter, Shape, method
+from paceline.models.drafter import Borrowed, Context, Count, Drafter, DraftStep, Shape, method
 from paceline.models.errors import Refusal
 from paceline.models.layers import (
     DecoderLayer,
@@ -30,7 +30,7 @@ from paceline.models.layers import (
     silence,
 )
 from paceline.models.streams import StreamKeys
-from paceline.models.target import Target, rope_frequencies
+from paceline.models.target import Head, Target, rope_frequencies
 
 
 class SequentialOptions(LayeredOptions):
@@ -131,13 +131,23 @@ class SequentialMtp(Drafter):
         if self.options.zero_first:
             embedded = embedded.masked_fill((ctx.positions == 0)[..., None], 0)
         module = self._by_depth[self.stream(depth)]
-        angles = self.rotary(ctx.positions + self.position_offset, feature.dtype)
+        angles = self.rotary(ctx.positions, feature.dtype, self.position_offset)
         out = module(module.joined(feature, embedded), angles, depth, ctx)
         state = module.shared_head["norm"](out)
         return state if self.options.hand_on == "normed" else out, state
 
     def head(self, state: Tensor, depth: int) -> Tensor:
         return self.head_of_target(state)
+
+    def as_step(self) -> DraftStep | None:
+        if len(self._by_depth) > 1 or self.options.zero_first:
+            return None
+        (module,), normed = self._by_depth, self.options.hand_on == "normed"
+        joined = module.enorm, module.hnorm, module.eh_proj
+        return DraftStep(module, self.rotary, *joined, module.shared_head["norm"], normed)
+
+    def output_head(self, depth: int) -> tuple[nn.Module | None, nn.Module | Head | None]:
+        return None, self.borrowed.head
 
     @torch.no_grad()
     def start(self, target: Target) -> None:
@@ -157,4 +167,4 @@ class SequentialMtp(Drafter):
                 silence(module)
 
     def borrow(self, target: Target) -> None:
-        self.borrowed = Borrowed(target.embed, target.head.rows(self.vocab_map))
+        self.borrowed = Borrowed(target.embed, target.head.rows(self.vocab_map), target.table)

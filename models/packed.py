@@ -65,7 +65,7 @@ class Packed:
         width, rows = len(self.weight) // 2, x.numel() // x.shape[-1]
         out = x.new_empty(*x.shape[:-1], width)
         if self.tiles is not None and self.halves:
-            at = [out.data_ptr(), x.data_ptr(), self.tiles.data_ptr(), _address(self.bias)]
+            at = [out.data_ptr(), x.data_ptr(), self.tiles.data_ptr(), address(self.bias)]
             self._functions.gated_linear(*at, rows, x.shape[-1], width, torch.get_num_threads())
         else:
             both = self(x)
@@ -76,7 +76,7 @@ class Packed:
         assert self._functions is not None and self.tiles is not None
         x, added = x.contiguous(), None if added is None else added.contiguous()
         out = x.new_empty(*x.shape[:-1], len(self.weight))
-        at = out.data_ptr(), x.data_ptr(), self.tiles.data_ptr(), _address(self.bias), _address(added)
+        at = out.data_ptr(), x.data_ptr(), self.tiles.data_ptr(), address(self.bias), address(added)
         sizes = rows, x.shape[-1], len(self.weight), len(self.tiles), self.halves, torch.get_num_threads()
         self._functions.linear(*at, *sizes)
         return out
@@ -113,7 +113,7 @@ def _in_tiles(weight: Tensor, halves: bool) -> Tensor:
     return out.copy_(parts.permute(0, 3, 1, 4, 2, 5))
 
 
-def _address(part: Tensor | None) -> int:
+def address(part: Tensor | None) -> int:
     return 0 if part is None else part.data_ptr()
 
 
@@ -332,9 +332,10 @@ class PackedTrunk:
             table[k, -1] = tap.data_ptr()
         work = x.new_empty(rows * nodes * (hidden + 2 * (form.heads + form.kv_heads) * form.size + form.inner))
         sizes = count, rows, nodes, nodes, hidden, form.inner, form.heads, form.kv_heads, form.size, stacks[0].shape[-2]
+        many = 0, 0, torch.get_num_threads()
         scales = form.norms[0].variance_epsilon, form.scaling
         at = x.data_ptr(), 0, table.data_ptr(), work.data_ptr()
-        self._kernels.layers(*at, *placed, 0, *sizes, torch.get_num_threads(), *scales)
+        self._kernels.layers(*at, *placed, 0, *sizes, *many, *scales)
         return tapped | {count: x}
 
     def _by_layers(self, x: Tensor, stacks: tuple[Tensor, ...], placed: tuple[int, ...]) -> dict[int, Tensor]:
@@ -343,7 +344,7 @@ class PackedTrunk:
         norm, gated, attend = self._kernels.norm, self._kernels.gated, self._kernels.attend
         form, (rows, nodes, hidden) = self._layers[0], x.shape
         slots, threads = stacks[0].shape[-1], torch.get_num_threads()
-        sizes = rows, nodes, nodes, form.heads, form.kv_heads, form.size, slots, threads
+        sizes = rows, nodes, nodes, form.heads, form.kv_heads, form.size, slots, 0, 0, threads
         keys, values = (stack.unbind() for stack in stacks)
         x, real = x.flatten(0, 1), rows * nodes
         if real == 1 and form.into.rows is not None:
@@ -403,8 +404,8 @@ def addresses(
     """
     if any(product.tiles is None for product in products) or not products[2].halves or size % DEEP:
         return []
-    tiles = [_address(part) for product in products for part in (product.tiles, product.bias)]
-    return [_address(norm) for norm in norms] + tiles + [_address(beside)]
+    tiles = [address(part) for product in products for part in (product.tiles, product.bias)]
+    return [address(norm) for norm in norms] + tiles + [address(beside)]
 
 
 def in_cache(weights: Tensor, stacks: Sequence[Tensor]) -> Tensor:

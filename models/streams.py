@@ -9,6 +9,7 @@ that grows behind the verified text. Neither knows tokens, weights or rotary ang
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -106,6 +107,17 @@ def _with_own_chain(queries: Tensor, keys: Tensor, values: Tensor, chain: Sequen
     return out.reshape(rows, heads, length, -1)
 
 
+@lru_cache(maxsize=16)
+def _before(rows: int, device: torch.device) -> Tensor:
+    """[N, N] bool, (i, j) true where j is i or before it. Asked for every round, as the next."""
+    return torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
+
+
+@lru_cache(maxsize=16)
+def _alone(rows: int, device: torch.device) -> Tensor:
+    return torch.eye(rows, dtype=torch.bool, device=device)
+
+
 class TreeKeys:
     """Decoding: the verified rows of B texts, and behind them the nodes that this round has unfolded.
 
@@ -115,7 +127,7 @@ class TreeKeys:
     """
 
     def __init__(self, rows: int, room: int, lag: int = 0):
-        self._rows, self._room, self._lag = rows, room, lag
+        self._rows, self.room, self._lag = rows, room, lag
         self._cache: Cache | None = None
         self._fresh: Tensor | None = None  # [B] verified rows that every layer has not written yet
         self._lineage: Tensor | None = (
@@ -137,7 +149,7 @@ class TreeKeys:
 
     def _begun(self, device: torch.device) -> Cache:
         if self._cache is None:
-            self._cache = Cache(self._rows, self._room, device)
+            self._cache = Cache(self._rows, self.room, device)
         return self._cache
 
     def open(self, ctx: Context, rows: int) -> tuple[Cache, Tensor]:
@@ -162,15 +174,15 @@ class TreeKeys:
         if parents is None:
             self._lineage, self._fresh = None, count
             cache.place(rows)
-            related = torch.ones(rows, rows, dtype=torch.bool, device=count.device).tril().expand(len(count), -1, -1)
+            related = _before(rows, count.device).expand(len(count), -1, -1)
         else:
-            own = torch.eye(rows, dtype=torch.bool, device=count.device).expand(len(count), -1, -1)
-            if self._lineage is None:  # children of the root, whose row is a verified one
-                self._lineage = own[:, :, :0]
-            else:
-                self._lineage = self._lineage.gather(1, parents[..., None].expand(-1, -1, self._lineage.shape[2]))
-            cache.place(rows, behind=self._lineage.shape[2])
-            self._lineage = related = torch.cat([self._lineage, own], 2)
+            related = _alone(rows, count.device).expand(len(count), -1, -1)
+            above = 0 if self._lineage is None else self._lineage.shape[2]  # children of the root: that is verified
+            if self._lineage is not None:
+                lineage = self._lineage.gather(1, parents[..., None].expand(-1, -1, above))
+                related = torch.cat([lineage, related], 2)
+            cache.place(rows, behind=above)
+            self._lineage = related
         return cache, related
 
     def _commit(self, cache: Cache) -> None:

@@ -152,6 +152,7 @@ class Target(nn.Module):
         self.config, self.source = config, source
         self.known_as: str | None = None  # the fingerprint of a trained trunk
         self.body = trunk_of(model)
+        self._table = (model.get_input_embeddings(),)  # not as a second child
         self.hidden: int = config.hidden_size
         self.layers: int = config.num_hidden_layers
         self.vocab: int = min(vocab or config.vocab_size, config.vocab_size)
@@ -349,8 +350,14 @@ class Target(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """[...] ids -> [..., H], what layer 0 reads, the model's own multiplier included."""
-        out = self.model.get_input_embeddings()(ids)
+        out = self._table[0](ids)
         return out * self._embed_scale if self._embed_scale != 1.0 else out
+
+    @property
+    def table(self) -> Tensor | None:
+        """[V, H], if `embed` only looks up its rows."""
+        plain = type(self._table[0]) is nn.Embedding and self._embed_scale == 1.0
+        return self._table[0].weight if plain else None
 
     @property
     def head(self) -> Head:

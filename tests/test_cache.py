@@ -138,9 +138,11 @@ def test_levels_lie_behind_each_other_and_are_forgotten_together(rows: int) -> N
     cache.update(keys([[1, 2, 3], [4, 5, 0]][:rows]), keys([[1, 2, 3], [4, 5, 0]][:rows]), 0)
     cache.keep(torch.empty(rows, 0, dtype=torch.long), torch.tensor([3, 2][:rows]))
     for turn in range(2):  # nothing of a tree outlasts it
-        assert cache.place(2).tolist() == [[3, 4], [2, 3]][:rows]
+        cache.place(2)
+        assert cache.slots.tolist() == [[3, 4], [2, 3]][:rows]
         cache.update(keys([[10, 11], [20, 21]][:rows]), keys([[10, 11], [20, 21]][:rows]), 0)
-        assert cache.place(1, behind=2).tolist() == [[5], [4]][:rows]
+        cache.place(1, behind=2)
+        assert cache.slots.tolist() == [[5], [4]][:rows]
         seen, _ = cache.update(keys([[12], [22]][:rows]), keys([[12], [22]][:rows]), 0)
         assert [row[:size] for row, size in zip(seen[:, 0, :, 0].tolist(), (6, 5), strict=False)] == [
             [1, 2, 3, 10, 11, 12],

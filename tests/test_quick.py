@@ -1,6 +1,7 @@
 """Draft steps with compiled kernels between their products: the same steps, whatever attends, as the layers' own."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from test_packed import compiled, half_target
 from torch import Tensor
 
-from paceline.decode import Decoder, DynamicShape, StaticShape
+from paceline.decode import Decoder, DraftTree, DynamicShape, StaticShape, chain, grow
 from paceline.models import quick
-from paceline.models.drafter import Context, Drafter, Shape, build, options
+from paceline.models.drafter import Context, Drafter, Shape, build, options, target_ids
 from paceline.models.errors import Refusal
 from paceline.models.kernels import MOST, kernels, topmost
 from paceline.models.layers import Attention, GatedMLP, RMSNorm, Rotary
@@ -85,19 +86,18 @@ def test_a_compiled_step_is_the_layers_own(
     if whole and not functions.tiled:
         pytest.skip("this machine has no tiles")
     monkeypatch.setattr(functions, "tiled", whole)
-    target = half_target("qwen3" if qk_norm else "llama")
+    target = half_target("qwen3" if qk_norm else "llama", head_dim=32)
     slow, fast = pair(target, **asked)
-    calls = []
-    for part in (QuickAttention, QuickLayer):
-        look = part.__call__
-        monkeypatch.setattr(part, "__call__", lambda *given, look=look: (calls.append(1), look(*given))[1])
-    own = Attention.forward
-    monkeypatch.setattr(Attention, "forward", lambda *given: (calls.append(-1), own(*given))[1])
+    calls: list[type] = []
+    for part, name in ((QuickAttention, "__call__"), (QuickLayer, "__call__"), (Attention, "forward")):
+        look = getattr(part, name)
+        noted = lambda *given, look=look, part=part: (calls.append(part), look(*given))[1]  # noqa: E731
+        monkeypatch.setattr(part, name, noted)
     ours = stepped(fast, target)
-    assert calls and set(calls) == {1}, "by kernels alone"
+    assert set(calls) == {QuickLayer if whole else QuickAttention}, "by kernels alone"
     calls.clear()
     theirs = stepped(slow, target)
-    assert set(calls) == {-1}
+    assert set(calls) == {Attention}
     for one, other in zip(ours, theirs, strict=True):
         assert (one - other).float().norm() < 0.03 * other.float().norm()
 
@@ -105,11 +105,12 @@ def test_a_compiled_step_is_the_layers_own(
 @compiled
 @pytest.mark.parametrize("asked", ATTENDING.values(), ids=ATTENDING)
 @pytest.mark.parametrize("slices", [1024, 3])
+@pytest.mark.parametrize("size", [16, 32], ids=["heads beside tiles", "heads in tiles"])
 @torch.no_grad()
-def test_what_is_decoded_is_the_targets(asked: dict, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_decoded_is_the_targets(asked: dict, slices: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.models.target.SLICE", slices)
     monkeypatch.setattr("paceline.decode.tree.SLICE", slices)
-    target = half_target("llama")
+    target = half_target("llama", head_dim=size)
     target.exact()
     prompts = [[5, 9, 2, 40, 9], [3], [7, 7, 8, 1, 30, 22, 9]]
     plain = Decoder(target).generate(prompts, 24).tokens
@@ -146,6 +147,86 @@ def test_a_copy_of_a_drafter_computes_with_weights_of_its_own() -> None:
     for parameter in drafter.parameters():
         parameter.zero_()
     assert all(torch.equal(one, other) for one, other in zip(stepped(copied, target), before, strict=True))
+
+
+ONE_LAYER = ["eagle3", "eagle3, some ids", "eagle1", "mtp, one module"]
+
+
+@compiled
+@pytest.mark.parametrize("asked", ONE_LAYER)
+@pytest.mark.parametrize("qk_norm", [False, True])
+@torch.no_grad()
+def test_a_static_tree_in_one_call_is_that_of_its_steps(
+    asked: str, qk_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit: of texts of different lengths, of which one leaves, round after round."""
+    if not getattr(kernels(), "tiled", False):
+        pytest.skip("this machine has no tiles")
+    target = half_target("qwen3" if qk_norm else "llama", head_dim=32)
+    by_steps, at_once = pair(target, **ATTENDING[asked])[1], pair(target, **ATTENDING[asked])[1]
+    monkeypatch.setattr(by_steps, "unfold", lambda *_: None)
+    calls, whole = [], at_once.unfold
+    monkeypatch.setattr(at_once, "unfold", lambda *given: calls.append(whole(*given)) or calls[-1])
+    # deep and narrow, wide; a rank that a draft vocabulary of 40 has not; a parent that is asked for twice
+    paths = ((0,), (1,), (41,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 3), (0, 0, 1, 0), (1, 0, 3, 0))
+    for shape in (StaticShape(paths), chain(3), StaticShape(((0,), (1,)))):
+        trees = [list(rounds_of(drafter, target, shape)) for drafter in (by_steps, at_once)]
+        for slow, fast in zip(*trees, strict=True):
+            for part in ("tokens", "parents", "size", "logp", "ancestors"):
+                assert torch.equal(getattr(slow, part), getattr(fast, part)), part
+            assert len(slow.tokens[0]) > 2
+    assert len(calls) == 9 and all(tree is not None for tree in calls)
+
+
+def rounds_of(drafter: Drafter, target: Target, shape: StaticShape) -> Iterator[DraftTree]:
+    """Three rounds of two texts, the second of which is gone in the last."""
+    generator = torch.Generator().manual_seed(2)
+    memory, written = drafter.memory(2, 60), torch.zeros(2, dtype=torch.long)
+    for counts in ([9, 5], [1, 3], [2]):
+        count = torch.tensor(counts)
+        if len(count) < len(written):
+            memory, written = memory.select([0]), written[:1]
+        words = torch.randint(target.vocab, (len(count), max(counts)), generator=generator)
+        hidden = torch.randn(*words.shape, len(drafter.taps) * target.hidden, generator=generator).bfloat16()
+        ctx = Context(written[:, None] + torch.arange(max(counts)), count, memory)
+        yield grow(drafter, shape, drafter.read(hidden), words, ctx, vocab=target.vocab - 3)
+        written = written + count
+
+
+@compiled
+@torch.no_grad()
+def test_a_tree_that_the_memory_has_no_room_for_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not getattr(kernels(), "tiled", False):
+        pytest.skip("this machine has no tiles")
+    target = half_target("llama", head_dim=32)
+    drafter = pair(target, **ATTENDING["eagle3"])[1]
+    memory = drafter.memory(1, 32)
+    hidden = torch.randn(1, 31, 3 * target.hidden).bfloat16()
+    ctx = Context(torch.arange(31)[None], torch.tensor([31]), memory)
+    with pytest.raises(RuntimeError, match="made for less"):
+        grow(drafter, chain(4), drafter.read(hidden), torch.ones(1, 31, dtype=torch.long), ctx)
+
+
+@compiled
+@pytest.mark.parametrize("asked", [*ATTENDING, "medusa", "medusa, own"])
+@torch.no_grad()
+def test_the_likeliest_of_a_head_in_one_call_are_those_of_its_logits(asked: str) -> None:
+    medusa = {"medusa": {"name": "medusa", "heads": 2}, "medusa, own": {"name": "medusa", "heads": 2, "output": "own"}}
+    target = half_target("llama")
+    slow, fast = pair(target, **(ATTENDING | medusa)[asked])
+    state = torch.randn(2, 3, target.hidden, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for many, known in ((1, None), (5, 33), (50, 40), (MOST + 1, None)):
+        logp, ids = fast.likeliest(state, 1, many, known)
+        theirs, _ = slow.likeliest(state, 1, many, known)
+        assert logp.shape == theirs.shape == ids.shape
+        torch.testing.assert_close(logp, theirs, rtol=0.02, atol=0.02)
+        everywhere = slow.head(state, 1).float()[..., :known].log_softmax(-1)
+        places = torch.full((target.vocab + 1,), -1).index_put(
+            (target_ids(slow, torch.arange(everywhere.shape[-1])),), torch.arange(everywhere.shape[-1])
+        )
+        torch.testing.assert_close(everywhere.gather(-1, places[ids]), logp, rtol=0.02, atol=0.02)
+    with pytest.raises(Refusal, match="not finite"):
+        fast.likeliest(torch.full_like(state, torch.nan), 1, 3)
 
 
 def test_nothing_is_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +277,12 @@ def test_a_drafter_whose_logits_are_no_numbers_is_refused() -> None:
 def test_angles_that_are_looked_up_are_those_that_are_computed() -> None:
     rotary, positions = Rotary(torch.tensor([1.0, 0.3, 0.01])), torch.tensor([[0, 3, 700], [5, 5, 64]])
     for dtype in (torch.bfloat16, torch.float32):
-        for asked in (positions[:, :2], positions, positions - 1, positions[:, :0]):  # -1: a negative offset
-            with torch.enable_grad():
-                computed = rotary(asked, dtype)
-            for ours, theirs in zip(rotary(asked, dtype), computed, strict=True):
-                assert torch.equal(ours, theirs)
+        for asked in (positions[:, :2], positions, positions - 1, positions[:, :0]):  # -1: padding
+            for offset in (0, 2, -1):
+                with torch.enable_grad():
+                    computed = rotary(asked, dtype, offset)
+                for ours, theirs in zip(rotary(asked, dtype, offset), computed, strict=True):
+                    assert torch.equal(ours, theirs)
+        zero, before = torch.tensor([[0]]), torch.tensor([[-1.0, -0.3, -0.01]])
+        _, sin = rotary(zero, dtype, -1)
+        assert torch.equal(sin[0, 0], torch.cat([before, before], -1).sin().to(dtype))
