@@ -35,6 +35,9 @@ class ChainKeys:
 
     stream: depth -> stream, the drafter's. Costs one causal attention, and one score a row for each depth before.
     reads_tokens: the drafter's; rows of one that reads none are verified text at every depth.
+
+    Rows that are some of a batch (`Context.places`) stand in one line, [1, heads, N, D], and are laid out as their
+    texts lie in the batch.
     """
 
     def __init__(self, document: Tensor, stream: Callable[[int], int], reads_tokens: bool = True):
@@ -43,12 +46,25 @@ class ChainKeys:
         self._written: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
 
     def attend(self, ctx: Context, depth: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        where = (self._stream(depth), layer)
+        where, places = (self._stream(depth), layer), ctx.places
         first = self._begun.setdefault(where, depth)
         written = self._written.setdefault(where, [])
+        if places is not None:
+            queries, keys, values = (self._laid_out(part, places) for part in (queries, keys, values))
         written.append((keys, values))
+        seen = self._everywhere(first, queries, written)
+        return seen if places is None else seen.transpose(0, 1).flatten(1, 2)[:, places][None]
+
+    def _laid_out(self, part: Tensor, places: Tensor) -> Tensor:
+        """[1, S, N, D] -> [B, S, T, D], nothing where no row stands."""
+        whole = part.new_zeros(part.shape[1], self._document.numel(), part.shape[3]).index_copy(1, places, part[0])
+        return whole.unflatten(1, self._document.shape).transpose(0, 1)
+
+    def _everywhere(self, first: int, queries: Tensor, written: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """What queries [B, Q, T, D] at all places see."""
         length, parts = queries.shape[2], tuple(part for pair in written for part in pair)
-        if depth == first and length <= LONG:
+        if len(written) == 1 and length <= LONG:
+            keys, values = parts
             visible = self._visible(first)[:, None]
             return F.scaled_dot_product_attention(queries, keys, values, visible, enable_gqa=True)
         # a few rows at a time, whose scores are computed again in the backward pass: memory grows with the length, not
@@ -95,7 +111,7 @@ def _with_own_chain(queries: Tensor, keys: Tensor, values: Tensor, chain: Sequen
     keys, values: [B, S, M, D] of the first depth. chain: keys and values [B, S, N, D], depth by depth.
     """
     rows, heads, length, size = queries.shape
-    q = queries.view(rows, keys.shape[1], -1, length, size) * size**-0.5  # [B, S, Q / S, N, D]
+    q = queries.reshape(rows, keys.shape[1], -1, length, size) * size**-0.5  # [B, S, Q / S, N, D]
     scores = (q @ keys[:, :, None].transpose(-1, -2)).float()
     scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
     own = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k in chain[::2]]
