@@ -157,6 +157,7 @@ class DraftModel(Drafter):
     """Reads x[0] at row -1, so that its first row stands at text position 0. As deep as asked."""
 
     Options = DraftOptions
+    row_by_row = False  # its body reads whole texts
     first_row = -1
     position_offset = 1
 

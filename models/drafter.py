@@ -151,12 +151,14 @@ class Context:
         `ChainKeys`.
     parents: [B, N], which row of the call before each row goes on from; None where the rows are verified text, and in
         training, where row t goes on from row t.
+    places: [N], in training, ascending: which rows of the flattened batch these are; None for all, in its own shape.
     """
 
     positions: Tensor
     count: Tensor
     memory: Any = None
     parents: Tensor | None = None
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,8 @@ class Drafter(nn.Module):
         max_depth: depths that exist (only this refuses a tree), None for as deep as asked.
         unroll: depths trained. taps: hidden states read, in `Target.forward`'s numbering.
         reads_tokens: False where all nodes of one depth share their logits (Medusa).
+        row_by_row: whether, in training, `step` makes each row of that row and `ctx.memory` alone. Then it is handed
+            only rows that are wanted, all in one line; otherwise whole texts.
         first_row: 0, or -1 for drafters of tokens only: row -1 reads x[0], without a feature.
         position_offset: added to a row's position for rotary embeddings.
         window: longest text with its drafts, where a model of its own cannot look back further; None without limit.
@@ -221,6 +225,7 @@ class Drafter(nn.Module):
     Options: ClassVar[type[Options]]
     max_depth: int | None = None
     reads_tokens: bool = True
+    row_by_row: bool = True
     first_row: int = 0
     position_offset: int = 0
     window: int | None = None

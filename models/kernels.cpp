@@ -275,6 +275,277 @@ extern "C" void learn(
     }
 }
 
+// ---------------------------------------------------------------- attention in training
+
+// Chains that go on, each from a row of a text, all at the same depth. A query looks at the rows of its text up to its
+// own, and at what its own chain wrote at every depth between.
+//
+//     queries [R, Q, D]    keys, values [N, S, D], of the rows of all texts    own: keys and values [R, S, D], depth by
+//     depth, C of each     texts [texts, 4]: where a text's rows begin and end, of the N and of the R
+//     place [R]: which of the N a query goes on from     lag: rows before it of which it sees but its own
+struct Chains {
+    const bf16 *queries, *keys, *values;
+    const bf16 *const *own;
+    const int64_t *texts, *place;
+    long C, Q, S, D, lag;
+
+    const bf16 *own_row(long which, long row, long head) const { return own[which] + (row * S + head) * D; }
+};
+
+// A head's rows of a text, one below the other and in float32: [rows, D].
+static void below(float *out, const bf16 *x, long rows, long stride, long D) {
+    for (long row = 0; row < rows; row++, x += stride, out += D)
+        for (long d = 0; d < D; d += LANES) *(vec *)(out + d) = wide(x + d);
+}
+
+// The same side by side: [D, width], 0 behind the last.
+static void beside(float *out, const bf16 *x, long rows, long stride, long D, long width) {
+    for (long from = 0; from < width; from += LANES)
+        for (long d = 0; d < D; d++)
+            for (long row = from; row < from + LANES; row++)
+                out[d * width + row] = row < rows ? single(x[row * stride + d]) : 0.0f;
+}
+
+static inline float dot(const float *x, const bf16 *y, long D) {
+    vec sum = {0};
+    for (long d = 0; d < D; d += LANES) sum += *(const vec *)(x + d) * wide(y + d);
+    return total(sum);
+}
+
+// out [MANY, width], up to column `to`: each of MANY rows times each column of what stands side by side
+static void multiply(float *out, const float (*rows)[WIDEST], const float *columns, long D, long width, long to) {
+    for (long i = 0; i < to; i += 2 * LANES) {
+        vec sum[MANY][2] = {};
+        for (long d = 0; d < D; d++) {
+            vec first = *(const vec *)(columns + d * width + i), second = *(const vec *)(columns + d * width + i + LANES);
+            for (long r = 0; r < MANY; r++) sum[r][0] += rows[r][d] * first, sum[r][1] += rows[r][d] * second;
+        }
+        for (long r = 0; r < MANY; r++)
+            for (long part = 0; part < 2; part++) *(vec *)(out + r * width + i + part * LANES) = sum[r][part];
+    }
+}
+
+// out [MANY] += weights [MANY, width] times x [to, D]
+template <long WIDE>
+static void mix(float (*out)[WIDEST], const float *weights, const float *x, long D, long width, long to) {
+    for (long d = 0; d < D; d += WIDE * LANES) {
+        vec sum[MANY][WIDE];
+        for (long r = 0; r < MANY; r++)
+            for (long w = 0; w < WIDE; w++) sum[r][w] = *(const vec *)(out[r] + d + w * LANES);
+        for (long i = 0; i < to; i++)
+            for (long r = 0; r < MANY; r++)
+                for (long w = 0; w < WIDE; w++)
+                    sum[r][w] += weights[r * width + i] * *(const vec *)(x + i * D + d + w * LANES);
+        for (long r = 0; r < MANY; r++)
+            for (long w = 0; w < WIDE; w++) *(vec *)(out[r] + d + w * LANES) = sum[r][w];
+    }
+}
+
+// out [to, D] += weights [MANY, width], turned, times rows [MANY]
+template <long WIDE>
+static void spread(float *out, const float *weights, const float (*rows)[WIDEST], long D, long width, long to) {
+    for (long d = 0; d < D; d += WIDE * LANES) {
+        vec row[MANY][WIDE];
+        for (long r = 0; r < MANY; r++)
+            for (long w = 0; w < WIDE; w++) row[r][w] = *(const vec *)(rows[r] + d + w * LANES);
+        for (long i = 0; i < to; i++)
+            for (long w = 0; w < WIDE; w++) {
+                vec sum = *(vec *)(out + i * D + d + w * LANES);
+                for (long r = 0; r < MANY; r++) sum += weights[r * width + i] * row[r][w];
+                *(vec *)(out + i * D + d + w * LANES) = sum;
+            }
+    }
+}
+
+// MANY queries of a head at a time, the group's one after the other: `row` of the R and `head` of the Q; the last few
+// are joined by copies of the first, that count for nothing.
+struct Few {
+    long many, row[MANY], head[MANY], last[MANY], to;  // last: of the text's rows, the one it goes on from
+
+    Few(const Chains &c, long first, long end, long from, long keys_from, long head_from, long group) {
+        many = end - first < MANY ? end - first : MANY, to = 0;
+        for (long r = 0; r < MANY; r++) {
+            long at = r < many ? first + r : first;
+            row[r] = from + at / group, head[r] = head_from + at % group, last[r] = c.place[row[r]] - keys_from;
+            to = last[r] + 1 > to ? last[r] + 1 : to;
+        }
+        to = (to + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
+    }
+
+    void hide(float *scores, long r, long lag) const {  // what it does not see
+        for (long i = last[r] - lag + 1 > 0 ? last[r] - lag + 1 : 0; i < last[r]; i++) scores[i] = -INFINITY;
+        for (long i = last[r] + 1; i < to; i++) scores[i] = -INFINITY;
+    }
+};
+
+static inline void load(float *out, const bf16 *x, long D, float scale) {
+    for (long d = 0; d < D; d += LANES) *(vec *)(out + d) = wide(x + d) * scale;
+}
+
+template <long WIDE>
+static void look_along(const Chains &c, bf16 *out, float *log_sum, long text, long head) {
+    const int64_t *where = c.texts + 4 * text;
+    long rows = where[1] - where[0], group = c.Q / c.S, D = c.D;
+    long width = (rows + 2 * LANES - 1) / (2 * LANES) * (2 * LANES), start = (where[0] * c.S + head) * D;
+    float *columns = scratch((2 * D + MANY) * width + MANY * c.C), *values = columns + D * width;
+    float *scores = values + D * width, *apart = scores + MANY * width, scale = 1.0f / sqrtf(D);
+    beside(columns, c.keys + start, rows, c.S * D, D, width);
+    below(values, c.values + start, rows, c.S * D, D);
+    memset(values + rows * D, 0, (width - rows) * D * sizeof(float));
+    for (long first = 0, end = (where[3] - where[2]) * group; first < end; first += MANY) {
+        Few few(c, first, end, where[2], where[0], head * group, group);
+        float query[MANY][WIDEST], seen[MANY][WIDEST] = {}, share[MANY];
+        for (long r = 0; r < MANY; r++) load(query[r], c.queries + (few.row[r] * c.Q + few.head[r]) * D, D, scale);
+        multiply(scores, query, columns, D, width, few.to);
+        for (long r = 0; r < MANY; r++) {
+            float *mine = scores + r * width, *chain = apart + r * c.C;
+            few.hide(mine, r, c.lag);
+            vec top = *(vec *)mine, sum = {0};
+            for (long i = LANES; i < few.to; i += LANES) top = most(top, *(vec *)(mine + i));
+            float best = top[0], tail = 0;
+            for (int lane = 1; lane < LANES; lane++) best = top[lane] > best ? top[lane] : best;
+            for (long j = 0; j < c.C; j++) {
+                chain[j] = dot(query[r], c.own_row(2 * j, few.row[r], head), D);
+                best = chain[j] > best ? chain[j] : best;
+            }
+            ints none = {0};  // what is no number
+            for (long i = 0; i < few.to; i += LANES) {
+                vec less = *(vec *)(mine + i) - best;
+                none |= less != less, sum += *(vec *)(mine + i) = exponential(less);
+            }
+            for (int lane = 0; lane < LANES; lane++) tail += none[lane] ? NAN : 0;
+            for (long j = 0; j < c.C; j++) {
+                tail += chain[j] = expf(chain[j] - best);
+                const bf16 *value = c.own_row(2 * j + 1, few.row[r], head);
+                for (long d = 0; d < D; d += LANES) *(vec *)(seen[r] + d) += chain[j] * wide(value + d);
+            }
+            share[r] = total(sum) + tail;
+            if (r < few.many) log_sum[few.row[r] * c.Q + few.head[r]] = best + logf(share[r]);
+        }
+        mix<WIDE>(seen, scores, values, D, width, few.to);
+        for (long r = 0; r < few.many; r++)
+            for (long d = 0; d < D; d += LANES)
+                narrow(out + (few.row[r] * c.Q + few.head[r]) * D + d, *(vec *)(seen[r] + d) / share[r]);
+    }
+}
+
+// What is known behind a look: what was seen, its gradient, and the log of the sum of exponentials.
+struct Seen {
+    const bf16 *out, *gradient;
+    const float *log_sum;
+};
+
+// Gradients, all in bfloat16, of the queries, the keys and values, and of the chain's own.
+struct Gradients {
+    bf16 *queries, *keys, *values;
+    bf16 *const *own;
+};
+
+template <long WIDE>
+static void look_back(const Chains &c, const Seen &seen, const Gradients &to, long text, long head) {
+    const int64_t *where = c.texts + 4 * text;
+    long rows = where[1] - where[0], group = c.Q / c.S, D = c.D, end = (where[3] - where[2]) * group;
+    long width = (rows + 2 * LANES - 1) / (2 * LANES) * (2 * LANES), start = (where[0] * c.S + head) * D;
+    float *key_columns = scratch((5 * D + 2 * MANY) * width + end * (D + 1)), *value_columns = key_columns + D * width;
+    float *keys = value_columns + D * width, *by_key = keys + D * width, *by_value = by_key + D * width;
+    float *weights = by_value + D * width, *slopes = weights + MANY * width;
+    float *by_query = slopes + MANY * width, *means = by_query + end * D, scale = 1.0f / sqrtf(D);
+    beside(key_columns, c.keys + start, rows, c.S * D, D, width);
+    beside(value_columns, c.values + start, rows, c.S * D, D, width);
+    below(keys, c.keys + start, rows, c.S * D, D);
+    memset(keys + rows * D, 0, (width - rows) * D * sizeof(float));
+    memset(by_key, 0, 2 * D * width * sizeof(float));
+
+    // the mean of each query's slopes, and its own chain
+    memset(by_query, 0, end * D * sizeof(float));
+    for (long at = 0; at < end; at += group) {
+        long row = where[2] + at / group;
+        float query[WIDEST], gradient[WIDEST];
+        for (long g = 0; g < group; g++) {
+            const long place = (row * c.Q + head * group + g) * D;
+            load(gradient, seen.gradient + place, D, 1);
+            means[at + g] = dot(gradient, seen.out + place, D);
+        }
+        for (long j = 0; j < c.C; j++) {
+            const bf16 *key = c.own_row(2 * j, row, head), *value = c.own_row(2 * j + 1, row, head);
+            float own_key[WIDEST] = {}, own_value[WIDEST] = {};
+            for (long g = 0; g < group; g++) {
+                const long place = row * c.Q + head * group + g;
+                load(query, c.queries + place * D, D, scale), load(gradient, seen.gradient + place * D, D, 1);
+                float weight = expf(dot(query, key, D) - seen.log_sum[place]);
+                float slope = weight * (dot(gradient, value, D) - means[at + g]);
+                for (long d = 0; d < D; d += LANES) {
+                    *(vec *)(by_query + (at + g) * D + d) += slope * wide(key + d);
+                    *(vec *)(own_key + d) += slope * *(vec *)(query + d);
+                    *(vec *)(own_value + d) += weight * *(vec *)(gradient + d);
+                }
+            }
+            for (long d = 0; d < D; d += LANES) {
+                narrow(to.own[2 * j] + (row * c.S + head) * D + d, *(vec *)(own_key + d));
+                narrow(to.own[2 * j + 1] + (row * c.S + head) * D + d, *(vec *)(own_value + d));
+            }
+        }
+    }
+
+    for (long first = 0; first < end; first += MANY) {
+        Few few(c, first, end, where[2], where[0], head * group, group);
+        float query[MANY][WIDEST], gradient[MANY][WIDEST], sum[MANY][WIDEST] = {};
+        for (long r = 0; r < MANY; r++) {
+            const long place = (few.row[r] * c.Q + few.head[r]) * D;
+            load(query[r], c.queries + place, D, scale), load(gradient[r], seen.gradient + place, D, 1);
+        }
+        multiply(weights, query, key_columns, D, width, few.to);
+        multiply(slopes, gradient, value_columns, D, width, few.to);
+        for (long r = 0; r < MANY; r++) {
+            float *weight = weights + r * width, *slope = slopes + r * width;
+            if (r >= few.many) {
+                memset(weight, 0, few.to * sizeof(float)), memset(slope, 0, few.to * sizeof(float));
+                continue;
+            }
+            float mass = seen.log_sum[few.row[r] * c.Q + few.head[r]], mean = means[first + r];
+            few.hide(weight, r, c.lag);
+            for (long i = 0; i < few.to; i += LANES) {
+                vec share = *(vec *)(weight + i) = exponential(*(vec *)(weight + i) - mass);
+                *(vec *)(slope + i) = share * (*(vec *)(slope + i) - mean);
+            }
+        }
+        mix<WIDE>(sum, slopes, keys, D, width, few.to);
+        spread<WIDE>(by_key, slopes, query, D, width, few.to);
+        spread<WIDE>(by_value, weights, gradient, D, width, few.to);
+        for (long r = 0; r < few.many; r++)
+            for (long d = 0; d < D; d += LANES)
+                narrow(to.queries + (few.row[r] * c.Q + few.head[r]) * D + d,
+                       (*(vec *)(sum[r] + d) + *(vec *)(by_query + (first + r) * D + d)) * scale);
+    }
+    for (long row = 0; row < rows; row++)
+        for (long d = 0; d < D; d += LANES) {
+            narrow(to.keys + start + row * c.S * D + d, *(vec *)(by_key + row * D + d));
+            narrow(to.values + start + row * c.S * D + d, *(vec *)(by_value + row * D + d));
+        }
+}
+
+// out [R, Q, D]: what chains see; log_sum [R, Q], which the way back asks for
+extern "C" void look_along_chains(
+    bf16 *out, float *log_sum, const bf16 *queries, const bf16 *keys, const bf16 *values, const bf16 *const *own,
+    const int64_t *texts, const int64_t *place, long many, long C, long Q, long S, long D, long lag, long threads) {
+    Chains chains{queries, keys, values, own, texts, place, C, Q, S, D, lag};
+    auto run = D % (4 * LANES) ? look_along<1> : look_along<4>;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (long task = 0; task < many * S; task++) run(chains, out, log_sum, task / S, task % S);
+}
+
+// The gradients [R, Q, D], [N, S, D] and [R, S, D] of that, from the gradient in `out`.
+extern "C" void look_back_along_chains(
+    bf16 *by_queries, bf16 *by_keys, bf16 *by_values, bf16 *const *by_own, const bf16 *gradient, const bf16 *out,
+    const float *log_sum, const bf16 *queries, const bf16 *keys, const bf16 *values, const bf16 *const *own,
+    const int64_t *texts, const int64_t *place, long many, long C, long Q, long S, long D, long lag, long threads) {
+    Chains chains{queries, keys, values, own, texts, place, C, Q, S, D, lag};
+    auto run = D % (4 * LANES) ? look_back<1> : look_back<4>;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (long task = 0; task < many * S; task++)
+        run(chains, {out, gradient, log_sum}, {by_queries, by_keys, by_values, by_own}, task / S, task % S);
+}
+
 // ---------------------------------------------------------------- attention
 
 // One head's numbers turned by the angles of a position, normed before where there is a weight.

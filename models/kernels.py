@@ -36,6 +36,8 @@ SIGNATURES = {
     "move": [_ADDRESS] * 5 + [_COUNT] * 6,
     "topmost": [_ADDRESS] * 4 + [_COUNT] * 4,
     "learn": [_ADDRESS] * 7 + [_COUNT] * 6 + [_NUMBER] * 2,
+    "look_along_chains": [_ADDRESS] * 8 + [_COUNT] * 7,
+    "look_back_along_chains": [_ADDRESS] * 13 + [_COUNT] * 7,
     "linear": [_ADDRESS] * 5 + [_COUNT] * 6,
     "gated_linear": [_ADDRESS] * 4 + [_COUNT] * 4,
     "layers": [_ADDRESS] * 9 + [_COUNT] * 13 + [_NUMBER] * 2,

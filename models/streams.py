@@ -18,7 +18,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.models.cache import Cache
+from paceline.models.chains import quick, seen_along_chains
 from paceline.models.drafter import Context
+from paceline.models.kernels import Library
 
 
 class Keys(Protocol):
@@ -36,20 +38,52 @@ class ChainKeys:
 
     stream: depth -> stream, the drafter's. Costs one causal attention, and one score a row for each depth before.
     reads_tokens: the drafter's; rows of one that reads none are verified text at every depth.
+
+    Rows that are some of a batch (`Context.places`) stand in one line, [1, heads, N, D]. Kernels take them as they are;
+    torch's operators, by which this is known to be right, where their texts lie in the batch.
     """
 
     def __init__(self, document: Tensor, stream: Callable[[int], int], reads_tokens: bool = True):
         self._document, self._stream, self._reads_tokens = document, stream, reads_tokens
         self._begun: dict[tuple[int, int], int] = {}  # (stream, layer) -> its first depth
         self._written: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        self._places: dict[tuple[int, int], list[Tensor]] = {}  # of what was written, where not everywhere
 
     def attend(self, ctx: Context, depth: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        where = (self._stream(depth), layer)
+        where, places = (self._stream(depth), layer), ctx.places
         first = self._begun.setdefault(where, depth)
         written = self._written.setdefault(where, [])
+        functions = None if places is None else quick(values)
+        if places is not None and functions is None:
+            queries, keys, values = (self._laid_out(part, places) for part in (queries, keys, values))
         written.append((keys, values))
+        if functions is not None and places is not None:
+            return self._in_line(functions, where, places, queries)
+        seen = self._everywhere(first, queries, written)
+        return seen if places is None else seen.transpose(0, 1).flatten(1, 2)[:, places][None]
+
+    def _in_line(self, functions: Library, where: tuple[int, int], places: Tensor, queries: Tensor) -> Tensor:
+        """What the rows [1, Q, R, D] at some places of the flattened batch see, by kernels.cpp."""
+        at, written = self._places.setdefault(where, []), self._written[where]
+        at.append(places)
+        own = [
+            part if there is places else part[:, :, torch.searchsorted(there, places)]
+            for there, pair in zip(at[1:], written[1:], strict=True)
+            for part in pair
+        ]
+        lag = self._begun[where] if self._reads_tokens else 0
+        return seen_along_chains(functions, self._document, at[0], places, lag, queries, *written[0], own)
+
+    def _laid_out(self, part: Tensor, places: Tensor) -> Tensor:
+        """[1, S, N, D] -> [B, S, T, D], nothing where no row stands."""
+        whole = part.new_zeros(part.shape[1], self._document.numel(), part.shape[3]).index_copy(1, places, part[0])
+        return whole.unflatten(1, self._document.shape).transpose(0, 1)
+
+    def _everywhere(self, first: int, queries: Tensor, written: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """What queries [B, Q, T, D] at all places see."""
         length, parts = queries.shape[2], tuple(part for pair in written for part in pair)
-        if depth == first and length <= LONG:
+        if len(written) == 1 and length <= LONG:
+            keys, values = parts
             visible = self._visible(first)[:, None]
             return F.scaled_dot_product_attention(queries, keys, values, visible, enable_gqa=True)
         # a few rows at a time, whose scores are computed again in the backward pass: memory grows with the length, not
@@ -96,7 +130,7 @@ def _with_own_chain(queries: Tensor, keys: Tensor, values: Tensor, chain: Sequen
     keys, values: [B, S, M, D] of the first depth. chain: keys and values [B, S, N, D], depth by depth.
     """
     rows, heads, length, size = queries.shape
-    q = queries.view(rows, keys.shape[1], -1, length, size) * size**-0.5  # [B, S, Q / S, N, D]
+    q = queries.reshape(rows, keys.shape[1], -1, length, size) * size**-0.5  # [B, S, Q / S, N, D]
     scores = (q @ keys[:, :, None].transpose(-1, -2)).float()
     scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
     own = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k in chain[::2]]

@@ -235,7 +235,8 @@ class Texts:
 
 
 def useful_flops(case: dict[str, Any]) -> float:
-    """What one step has to compute, whoever takes it: no padding, no masked score, no logits that no loss looks at.
+    """What one step has to compute, whoever takes it: no padding, no masked score, no logits that no loss looks at, and
+    no step of a chain that nothing is learnt from any more.
 
     A multiplication and an addition are two; a product with trained weights counts three times, with frozen ones that
     a gradient passes through twice, without a gradient once.
@@ -245,17 +246,22 @@ def useful_flops(case: dict[str, Any]) -> float:
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
     vocab = config["vocab_size"] if case["vocab_map"] is None else len(case["vocab_map"])
-    lengths = case["real"].sum(1).tolist()
-    tokens = sum(lengths)
+    tokens = int(case["real"].sum())
     # rows of logits at each depth: supervised tokens with 2 + k others before them
     looked = [int(case["supervised"][:, 2 + k :].sum()) for k in range(depths)]
     if case["method"] == "medusa":
         return 2 * 3 * (sum(looked) * hidden * hidden + sum(looked) * hidden * vocab)
     inputs = 2 * hidden if case["method"] == "eagle3" else hidden
     layer = inputs * (queries + 2 * keys) + queries * hidden + 3 * hidden * width
-    scores = sum(length * (length + 1) / 2 + k * length for length in lengths for k in range(depths))
-    body = 2 * 3 * tokens * depths * layer + 2 * 2 * 3 * scores * queries
+    # the row at t takes its step at depth k > 0 where an x[t + 2 + j], j >= k, is supervised, and sees t + 1 + k
+    supervised, length = case["supervised"], case["real"].shape[1]
+    learns, place, steps, scores = supervised & False, supervised.new_ones(length).cumsum(0) - 1, 0, 0
+    for k in reversed(range(depths)):
+        learns = learns | (supervised.roll(-2 - k, 1) & (place + 2 + k < length))
+        rows = learns if k else case["real"]
+        steps, scores = steps + int(rows.sum()), scores + int((rows * (place + 1 + k)).sum())
+    body = 2 * 3 * steps * layer + 2 * 2 * 3 * scores * queries
     if case["method"] == "mtp":  # the head is the target's
-        return body + 2 * 3 * tokens * depths * 2 * hidden * hidden + 2 * 2 * sum(looked) * hidden * vocab
+        return body + 2 * 3 * steps * 2 * hidden * hidden + 2 * 2 * sum(looked) * hidden * vocab
     teacher = 2 * looked[0] * hidden * vocab
     return body + 2 * 3 * tokens * 3 * hidden * hidden + 2 * 3 * sum(looked) * hidden * vocab + teacher

@@ -83,6 +83,22 @@ def test_useful_work_is_counted_by_hand_for_a_single_head() -> None:
     assert useful_flops(case | {"real": real, "supervised": supervised}) == 2 * 3 * 4 * (1 + 10)
 
 
+def test_useful_work_is_counted_by_hand_for_chains_of_three() -> None:
+    config = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"), 1
+    )
+    real = torch.tensor([[True] * 5 + [False] * 2])
+    case = {"method": "eagle3", "depths": 3, "config": config | {"vocab_size": 10}, "vocab_map": None, "real": real}
+    supervised = real & (torch.arange(7) == 4)
+    # all five rows at depth 0, for t = 0 and 1 at depth 1, for t = 0 at depth 2; each sees t + 1 + k
+    layer, scores = 8 * (2 * 3 + 1 + 3), 15 + (2 + 3) + 3
+    head = 3 * 10
+    assert (
+        useful_flops(case | {"supervised": supervised})
+        == 2 * 3 * (layer + 2 * scores + 5 * 3 + head) + 2 * 10  # and the teacher's logits
+    )
+
+
 def test_no_worker_hides_a_package_behind_its_own_name() -> None:
     """They lie in a folder that holds no module of a package's name, and Python is told not to look there."""
     asked = [sys.executable, "-P", str(ADAPTERS / "steps.py"), "none.py", "none.pt"]

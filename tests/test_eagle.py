@@ -53,7 +53,7 @@ from paceline.models.export import load_export, save_export
 from paceline.models.target import DTYPES, Target
 from paceline.train import loop
 from paceline.train.loop import fit
-from paceline.train.step import TrainStep, ranks, unrolled
+from paceline.train.step import TrainStep, predicted, ranks, unrolled, wanted
 
 FEATURES = {"smooth_l1": 1.0, "kl": 0.1}
 METHODS: dict[str, dict[str, Any]] = {
@@ -447,8 +447,9 @@ def test_the_unroll_compiles_whole_once_for_all_widths_and_gives_the_same_gradie
         batch = pack([Example(torch.tensor(words), torch.ones(len(words)).bool()) for words in texts(lengths)], 20)
         hidden, _ = states_of(target, drafter, batch)
         found = []
+        there = torch.stack([predicted(batch, k) for k in range(drafter.unroll)]).flatten(1)
         for run in (unrolled, compiled):
-            states = run(drafter, batch, hidden, drafter.unroll)
+            states = run(drafter, batch, hidden, drafter.unroll, wanted(drafter, batch, there, 2))
             sum(state.square().mean() for state in states).backward()
             found.append([*states, *(p.grad for p in drafter.parameters() if p.grad is not None)])
             drafter.zero_grad()

@@ -524,11 +524,15 @@ def test_processes_wait_for_one_that_decodes_for_an_hour(tmp_path: Path, target_
     assert waiting.timeout is not None and waiting.timeout > timedelta(hours=1)
 
 
+def asking(wish: bool | str, dtype: str) -> Any:
+    return SimpleNamespace(train=SimpleNamespace(compile=wish), dtype=dtype)
+
+
 def test_compiling_without_a_compiler_is_refused_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, found = torch.device("cpu"), set[str]()
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(loop.shutil, "which", lambda name: name if name in found else None)
-    wishes = {wish: SimpleNamespace(train=SimpleNamespace(compile=wish)) for wish in (False, True, "auto", "loss")}
+    wishes = {wish: asking(wish, "float32") for wish in (False, True, "auto", "loss")}
     assert [loop._compiles(wishes[wish], cpu) for wish in (False, "auto")] == [False, False]
     with pytest.raises(Refusal, match=r"train.compile=true needs a compiler, .* no g\+\+; nearest: train.compile=auto"):
         loop._compiles(wishes[True], cpu)
@@ -536,3 +540,13 @@ def test_compiling_without_a_compiler_is_refused_or_left_out(monkeypatch: pytest
         loop._compiles(wishes["loss"], cpu)
     found.add("clang++")
     assert [loop._compiles(wish, cpu) for wish in wishes.values()] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_where_kernels_train_auto_compiles_nothing_beside(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "kernels", lambda: object() if there else None)
+    monkeypatch.setattr(loop.shutil, "which", lambda name: name)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert loop._compiles(asking("auto", "bfloat16"), cpu) is not there
+    assert loop._compiles(asking(True, "bfloat16"), cpu), "as asked"
+    assert loop._compiles(asking("auto", "float32"), cpu) and loop._compiles(asking("auto", "bfloat16"), gpu)

@@ -35,6 +35,7 @@ from paceline.data.rows import highest, lengths
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
+from paceline.models.kernels import kernels
 from paceline.models.target import Target, device_of
 from paceline.models.warm import warm_start
 from paceline.train import checkpoint
@@ -165,6 +166,8 @@ def _compiles(cfg: Any, device: torch.device) -> bool:
     if cfg.train.compile != "auto" and not able:
         asked = f"train.compile={str(cfg.train.compile).lower()}"
         raise Refusal(f"{asked} needs a compiler, and there is no {names[1]}; nearest: train.compile=auto")
+    if cfg.train.compile == "auto" and device.type == "cpu" and cfg.dtype == "bfloat16":
+        return able and kernels() is None  # which are quicker than what would be compiled, and there already
     return able
 
 

@@ -92,11 +92,14 @@ class TrainStep(nn.Module):
         weight = hidden.new_ones(self.depths, dtype=torch.float32) if weight is None else weight
         largest = weight.max().clamp(min=torch.finfo(torch.float32).tiny)  # float16 would lose what is divided early
         factors = weight / largest
-        states = [state.flatten(0, 1) for state in self._unrolled(self.drafter, batch, hidden, self.depths)]
         labels, covered = (part.flatten() for part in draft_labels(self.drafter, batch.ids))
         # [K, B * T], at the predicted token
         first = self.drafter.first_row
         there = torch.stack([predicted(batch, k, first) for k in range(self.depths)]).flatten(1) & covered
+        back = 2 + first  # from a token to the row that predicts it at depth 0
+        chains = wanted(self.drafter, batch, there, back) if self.drafter.row_by_row else None
+        every = self._unrolled(self.drafter, batch, hidden, self.depths, chains)
+        states = [state.flatten(0, 1) for state in every]
         groups = self._groups()
         # at least one chunk, if of no rows: then too every parameter gets a gradient, as DDP wants
         chunks = there.any(0).nonzero()[:, 0].split(max(1, self.chunk // max(map(len, groups))))
@@ -127,8 +130,13 @@ class TrainStep(nn.Module):
                     loss[k] += apart.detach()
                     yield apart, factors[k], apart * factors[k]
 
-        back = 2 + first  # from a token to the row that predicts it at depth 0
-        places = [[(rows - back - k).clamp(min=0) for k in range(self.depths)] for rows in chunks]
+        everywhere = torch.arange(len(labels), device=labels.device)
+        at = [everywhere if chains is None else chains.at(k) for k in range(self.depths)]
+        # which of a depth's rows predicts a token; any, where none does
+        places = [
+            [torch.searchsorted(taken, rows - back - k).clamp(max=len(taken) - 1) for k, taken in enumerate(at)]
+            for rows in chunks
+        ]
         total = summed(work, places, states, self._learning()) * largest
         return Sums(total, loss, right)
 
@@ -146,8 +154,47 @@ class TrainStep(nn.Module):
         return own if head is None else own + head.learning()
 
 
-def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int) -> list[Tensor]:
-    """The states [B, T, H] of depths 0..K-1, every position a chain of its own fed with the true text.
+@dataclass(frozen=True)
+class Chains:
+    """The rows of a flattened batch that take each step: all that are text until every stream of keys has begun, from
+    then on those whose chain has something to learn, for nobody else looks at them.
+    """
+
+    rows: Tensor  # int64 [N], ascending
+    kept: Tensor  # int64 [R], which of the N go on
+    onward: Tensor  # int64 [R], these rows
+    begun: int  # depths that all N take
+
+    def at(self, depth: int) -> Tensor:
+        """Where the rows of a depth stand in the flattened batch."""
+        return self.rows if depth < self.begun else self.onward
+
+
+def wanted(drafter: Drafter, batch: Batch, there: Tensor, back: int) -> Chains:
+    """At least one row at every depth: then every parameter gets a gradient, as DDP wants.
+
+    there: [K, B * T], at the predicted token, whether its loss counts. back: from it to the row that predicts it at
+    depth 0.
+    """
+    streams = [drafter.stream(k) for k in range(len(there))]
+    begun = 1 + max(map(streams.index, streams))
+    learns = torch.zeros_like(there[0])
+    for k in range(begun, len(there)):
+        learns |= there[k].roll(-back - k)
+    rows = _places(batch.document.flatten() >= 0)
+    kept = _places(learns[rows])
+    return Chains(rows, kept, rows[kept], begun)
+
+
+def _places(mask: Tensor) -> Tensor:
+    """Where a mask holds, or the first place, where it holds nowhere."""
+    found = mask.nonzero()[:, 0]
+    return found if len(found) else found.new_zeros(1)
+
+
+def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int, chains: Chains | None = None) -> list[Tensor]:
+    """The states [B, T, H] of depths 0..K-1, every position a chain of its own fed with the true text; with `chains`,
+    [1, N, H] of their rows alone.
 
     Row j stands for t = j + first_row: with row -1, all rows lie one place further, and a document's first has no
     feature. What lies beyond its end predicts nothing.
@@ -155,18 +202,28 @@ def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int) -> lis
     first = drafter.first_row
     if first:
         hidden = hidden.roll(1, 1).masked_fill((batch.positions == 0)[..., None], 0.0)
-    everything = torch.full_like(batch.ids[:, 0], batch.ids.shape[1])
     keys = ChainKeys(batch.document, drafter.stream, drafter.reads_tokens)
-    feature = drafter.read(hidden)
+    feature = drafter.read(hidden if chains is None else _of(hidden, chains.rows))
     states = []
     for k in range(depths):
         if k and drafter.detach:
             feature = feature.detach()
         # [x0 x1 x2 x3] -> k=0: [x1 x2 x3 x0], k=1: [x2 x3 x0 x1]; what wraps around predicts nothing that is supervised
-        ctx = Context(batch.positions + first + k, everything, keys)
-        feature, state = drafter.step(feature, batch.ids.roll(-1 - first - k, 1), k, ctx)
+        tokens, positions, at = batch.ids.roll(-1 - first - k, 1), batch.positions, None
+        if chains is not None:
+            at = chains.at(k)
+            tokens, positions = _of(tokens, at), _of(positions, at)
+            if k == chains.begun:
+                feature = feature[:, chains.kept]
+        everything = torch.full_like(tokens[:, 0], tokens.shape[1])
+        feature, state = drafter.step(feature, tokens, k, Context(positions + first + k, everything, keys, places=at))
         states.append(state)
     return states
+
+
+def _of(whole: Tensor, places: Tensor) -> Tensor:
+    """[B, T, ...] -> [1, N, ...], at these places of the flattened rows."""
+    return whole.flatten(0, 1)[places][None]
 
 
 def predicted(batch: Batch, depth: int, first_row: int = 0) -> Tensor:
