@@ -101,10 +101,10 @@ class HydraHeads(Drafter):
             return self.lm_heads[depth](state)
         return self.head_of_target(state)
 
-    @torch.no_grad()
     def output_head(self, depth: int) -> tuple[nn.Module | None, nn.Module | Head | None]:
         return None, self.lm_heads[depth] if self.options.output == "own" else self.borrowed.head
 
+    @torch.no_grad()
     def start(self, target: Target) -> None:
         """start=head: each head says what the target says, and hears no token yet.
 
