@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from paceline.decode.sampler import Place, Sampler
 from paceline.models.cache import SLICE
-from paceline.models.drafter import Context, Drafter, Levels, check_depth, check_mass, target_ids
+from paceline.models.drafter import Context, Drafter, Levels, Limits, check_depth, check_mass, target_ids
 from paceline.models.errors import Refusal
 
 
@@ -250,11 +250,10 @@ def grow(
     if sampler is not None:
         check_drawable(shape)
     known = None if vocab is None or vocab >= drafter.shape.vocab else drafter.ids_below(vocab)
-    if isinstance(shape, StaticShape) and sampler is None and shape.depth and tokens.shape[1] <= SLICE:
-        plan = _plan(shape, tokens.device, drawn=False)
-        whole = drafter.unfold(feature, tokens, ctx, plan.numbers, known)
+    if sampler is None and shape.depth and tokens.shape[1] <= SLICE:
+        whole = _at_once(drafter, shape, feature, tokens, ctx, known)
         if whole is not None:
-            return _without_dead(plan.tree(*whole), allowed)
+            return _without_dead(whole, allowed)
     verified = _slices(feature, tokens, ctx)
     for feature, tokens, ctx in verified:
         onward, state = drafter.step(feature, tokens, 0, ctx)
@@ -273,6 +272,19 @@ def grow(
     else:
         tree = _unfold_dynamic(drafter, shape, tree, level, root, known)
     return _without_dead(tree, allowed)
+
+
+def _at_once(
+    drafter: Drafter, shape: Shape, feature: Tensor, tokens: Tensor, ctx: Context, known: int | None
+) -> DraftTree | None:
+    """The same in one call, where the drafter can."""
+    if isinstance(shape, DynamicShape):
+        limits = Limits(shape.nodes, shape.depth, shape.width, shape.node_cost, shape.depth_cost)
+        grown = drafter.unfold_dynamic(feature, tokens, ctx, limits, known)
+        return None if grown is None else DraftTree(*grown)
+    plan = _plan(shape, tokens.device, drawn=False)
+    drafted = drafter.unfold(feature, tokens, ctx, plan.numbers, known)
+    return None if drafted is None else plan.tree(*drafted)
 
 
 def last_of(count: Tensor, *rows: Tensor) -> list[Tensor]:
@@ -508,7 +520,7 @@ def _unfold_dynamic(
         parent = torch.arange(n, device=ids.device).repeat_interleave(width).expand(rows, -1)
         parts.append(DraftTree(tokens, level.index.gather(1, parent), tree.size, joint))
         if depth + 1 < shape.depth:
-            likeliest, best = joint.topk(min(shape.width, joint.shape[1]), dim=1)
+            likeliest, best = (part[:, : shape.width] for part in joint.sort(dim=1, descending=True, stable=True))
             promise = likeliest.exp()
             going = going & (promise.sum(1) >= shape.depth_cost)
             worthy = (promise >= shape.node_cost) & going[:, None]

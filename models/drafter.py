@@ -206,6 +206,16 @@ class Levels(NamedTuple):
     depth: int
 
 
+class Limits(NamedTuple):
+    """A dynamic tree's, as DynamicShape in decode/tree.py has them."""
+
+    nodes: int
+    depth: int
+    width: int
+    node_cost: float
+    depth_cost: float
+
+
 class Drafter(nn.Module):
     """Base of all drafters.
 
@@ -301,6 +311,12 @@ class Drafter(nn.Module):
 
         feature, tokens, ctx: verified rows, the last real one the root's. known: as in `likeliest`.
         """
+        return None
+
+    def unfold_dynamic(
+        self, feature: Tensor, tokens: Tensor, ctx: Context, limits: Limits, known: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """As `unfold`, of a dynamic tree: tokens, parents [B, N], size [B] and joint log-probabilities [B, N]."""
         return None
 
     def ids_below(self, vocab: int) -> int:

@@ -1,4 +1,4 @@
-"""kernels.cpp and passes.cpp, compiled for this machine when they are first wanted, and called by addresses.
+"""drafts.cpp and what it includes, compiled for this machine when they are first wanted, and called by addresses.
 
 Knows a C++ compiler and ctypes. Does not know what the numbers mean: packed.py does.
 """
@@ -22,7 +22,9 @@ from torch import Tensor
 from paceline.models.errors import Refusal
 from paceline.models.made import made_once
 
-SOURCE = Path(__file__).with_name("passes.cpp")  # includes the other
+SOURCES = [
+    Path(__file__).with_name(name) for name in ("drafts.cpp", "passes.cpp", "kernels.cpp")
+]  # each includes the next
 LANES, WIDEST = 16, 256  # as in kernels.cpp: rows are multiples of the one, heads no wider than the other
 MOST = 64  # numbers that `topmost` picks of a row
 # no -ffast-math: the order of every sum is part of what is promised
@@ -42,9 +44,10 @@ SIGNATURES = {
     "gated_linear": [_ADDRESS] * 4 + [_COUNT] * 4,
     "layers": [_ADDRESS] * 9 + [_COUNT] * 13 + [_NUMBER] * 2,
     "likeliest": [_ADDRESS] * 9 + [_COUNT] * 7 + [_NUMBER],
-    "unfold": [_ADDRESS] * 12 + [_COUNT] * 14 + [_NUMBER] * 2,
+    "unfold": [_ADDRESS] * 4 + [_COUNT] * 2 + [_NUMBER] * 2,
+    "unfold_dynamic": [_ADDRESS] * 5 + [_COUNT] * 3 + [_NUMBER] * 4,
 }
-ANSWERS = {"likeliest": _COUNT, "unfold": _COUNT}  # what others return is nothing
+ANSWERS = {"likeliest": _COUNT, "unfold": _COUNT, "unfold_dynamic": _COUNT}  # what others return is nothing
 
 
 class Library(ctypes.CDLL):
@@ -67,12 +70,11 @@ def kernels() -> Library | None:
     )
     if not compiler or platform.system() != "Linux":
         return None
-    sources = [SOURCE.with_name(name).read_text() for name in ("kernels.cpp", "passes.cpp")]
-    made_of = (*sources, compiler, *FLAGS, torch.__version__, _processor())
+    made_of = (*(source.read_text() for source in SOURCES), compiler, *FLAGS, torch.__version__, _processor())
     name = f"kernels-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
 
     def build(work: Path) -> None:
-        subprocess.run([compiler, *FLAGS, SOURCE, "-o", work / "kernels.so"], check=True, capture_output=True)
+        subprocess.run([compiler, *FLAGS, SOURCES[0], "-o", work / "kernels.so"], check=True, capture_output=True)
 
     try:
         library = Library(str(made_once(name, build) / "kernels.so"))

@@ -3,13 +3,12 @@
 // A product is taken in tiles of 16 rows by 16 columns, which sum over a row's numbers in their order: its bits depend on
 // that row alone, whatever lies beside it, as those of all else in kernels.cpp do.
 
-#include <utility>
-
 #include "kernels.cpp"
 
 constexpr long TILE = 16, DEEP = 32, TILED = TILE * DEEP;  // rows or columns; numbers summed in one step; of one tile
 
 #if defined(__AMX_BF16__) && defined(__linux__)
+#define PACELINE_TILES
 #include <immintrin.h>
 #include <omp.h>
 #include <sys/syscall.h>
@@ -385,141 +384,10 @@ extern "C" void layers(
     }
 }
 
-// Parts of one piece of memory, each on a line of its own.
-struct Room {
-    char *next;
-
-    template <typename T>
-    void of(T *&part, long many) { part = (T *)next, next += (many * sizeof(T) + 63) / 64 * 64; }
-};
-
-static char *kept(long bytes) {  // of this thread, as large as was ever asked for
-    static thread_local char *mine = nullptr;
-    static thread_local long have = 0;
-    if (bytes > have) {
-        free(mine);
-        mine = (char *)aligned_alloc(64, (bytes + 63) / 64 * 64), have = bytes;
-    }
-    return mine;
-}
-
-// What a draft step is made of beside its decoder layer. table [V, H]: embeddings. fuse: null, and the layer reads the
-// embedding beside the feature, or the weights that make x of [embedding, feature], each normed where there is a weight.
-// norm [H] or null: of what the layer returns, before the output head reads it; normed: it is also what is handed on.
-struct Step {
-    const bf16 *table, *embedding_norm, *feature_norm, *fuse, *fuse_bias, *norm, *head, *head_bias;
-    const int64_t *map;
-    long width, pairs, normed;  // of the head: its columns
-};
-
-// A drafter's static tree in one call: its steps over text that has become verified, then over the nodes that have
-// children, level by level. Returns 1; 0 where logits were no numbers, -1 where the cache has no room for it.
-//
-//     tokens, logp [B, N]: what is drafted, the root first   feature [B, J, H], words, positions [B, J], count [B]: of the
-//     verified rows, as in Context; the last real one is the root's   length [B] committed slots before them   plan: of
-//     each level [nodes, children of one, nodes that have children], of each node its place in the children of the level,
-//     and of those that go on: which nodes, and which of the level above is each one's parent   known: as in `likeliest`
-//     the rest as in `layers`
-extern "C" long unfold(
-    int64_t *tokens, float *logp, const bf16 *feature, const int64_t *words, const int64_t *positions,
-    const int64_t *count, const Step *step, const Layer *layer, const int64_t *length, const float *cosine,
-    const float *sine, const int64_t *plan, long B, long J, long N, long levels, long H, long inner, long Q, long S, long D,
-    long capacity, long offset, long angles, long known, long threads, float eps, float scale) {
-    long unfolded = 0, most = 1, widest = 1;  // nodes below the root that are stepped into, at most at once; children
-    const int64_t *level = plan;
-    for (long l = 0, nodes = 1; l < levels; level += 3 + level[0] + 2 * level[2], l++) {
-        unfolded += level[2], most = level[2] > most ? level[2] : most;
-        widest = nodes * level[1] > widest ? nodes * level[1] : widest, nodes = level[2];
-    }
-    for (long b = 0; b < B; b++)
-        if (length[b] + (J > count[b] + unfolded ? J : count[b] + unfolded) > capacity) return -1;
-    const long rows = B * (J > most ? J : most), nodes_wide = B * most, read = step->fuse ? H : 2 * H;
-    bf16 *x, *state, *both, *between, *logits;
-    int64_t *said, *at, *root, *behind, *ids;
-    float *mass, *likely, *joint;
-    uint8_t *seen, *above;
-    auto lay_out = [&](char *from) {
-        Room room = {from};
-        room.of(x, rows * H), room.of(state, rows * H), room.of(both, rows * 2 * H);
-        room.of(between, rows * (read + 2 * (Q + S) * D + inner)), room.of(logits, nodes_wide * (H + step->width));
-        room.of(said, rows), room.of(at, rows), room.of(root, B), room.of(behind, B), room.of(ids, B * widest);
-        room.of(mass, nodes_wide), room.of(likely, B * widest), room.of(joint, nodes_wide);
-        room.of(seen, rows * (J + unfolded)), room.of(above, rows * (J + unfolded));
-        return room.next - from;
-    };
-    lay_out(kept(lay_out(nullptr)));
-
-    auto take = [&](long n, const int64_t *placed, long reach) {  // of n rows a text: x becomes what they hand on
-        for (long r = 0; r < B * n; r++) {
-            const bf16 *word = step->table + said[r] * H;
-            bf16 *to = both + r * (step->fuse ? 2 * H : H);
-            if (step->embedding_norm) norm(to, word, step->embedding_norm, 1, H, eps);
-            else memcpy(to, word, H * sizeof(bf16));
-            if (!step->fuse) continue;
-            if (step->feature_norm) norm(to + H, x + r * H, step->feature_norm, 1, H, eps);
-            else memcpy(to + H, x + r * H, H * sizeof(bf16));
-        }
-        if (step->fuse)
-            linear(x, both, step->fuse, step->fuse_bias, nullptr, B * n, 2 * H, H, (H + 2 * TILE - 1) / (2 * TILE), 0, threads);
-        layers(x, step->fuse ? nullptr : both, layer, between, placed, seen, cosine, sine, at, 1, B, n, reach, H, inner, Q,
-               S, D, capacity, offset, angles, threads, eps, scale);
-    };
-
-    memcpy(x, feature, B * J * H * sizeof(bf16));
-    memcpy(said, words, B * J * sizeof(int64_t)), memcpy(at, positions, B * J * sizeof(int64_t));
-    for (long r = 0; r < B * J; r++)
-        for (long j = 0; j < J; j++) seen[r * J + j] = j <= r % J;
-    take(J, length, J);
-    for (long b = 0; b < B; b++) {
-        long last = b * J + count[b] - 1;
-        memmove(x + b * H, x + last * H, H * sizeof(bf16));
-        tokens[b * N] = words[last], logp[b * N] = 0, joint[b] = 0;
-        root[b] = positions[last], behind[b] = length[b] + count[b];
-    }
-    long first = 1, nodes = 1, sane = 1, reach = 0;
-    level = plan;
-    for (long l = 0; l < levels; l++) {
-        const long many = level[0], width = level[1], going = level[2], drawn = width < known ? width : known;
-        const int64_t *place = level + 3, *goes = place + many, *parent = goes + going;
-        level = parent + going;
-        const bf16 *read = x;
-        if (step->norm) norm(state, x, step->norm, B * nodes, H, eps), read = state;
-        sane &= likeliest(mass, likely, ids, logits, read, nullptr, step->head, step->head_bias, step->map, B * nodes, H,
-                          step->width, step->pairs, known, drawn, threads, eps);
-        for (long b = 0; b < B; b++)
-            for (long i = 0; i < many; i++) {
-                long from = b * nodes + place[i] / width, rank = place[i] % width;
-                bool there = rank < drawn;  // a draft vocabulary may have fewer
-                tokens[b * N + first + i] = there ? ids[from * drawn + rank] : 0;
-                logp[b * N + first + i] = there ? joint[from] + likely[from * drawn + rank] : -INFINITY;
-            }
-        if (!going) break;
-        const bf16 *handed = step->normed ? state : x;
-        bf16 *next = handed == x ? state : x;  // parents may be asked for twice
-        memcpy(above, seen, B * nodes * reach);
-        for (long b = 0; b < B; b++)
-            for (long k = 0; k < going; k++) {
-                long r = b * going + k, of = b * nodes + parent[k];
-                memcpy(next + r * H, handed + of * H, H * sizeof(bf16));
-                said[r] = tokens[b * N + first + goes[k]];
-                at[r] = root[b] + l + 1;
-                uint8_t *mine = seen + r * (reach + going);
-                if (reach) memcpy(mine, above + of * reach, reach);
-                for (long i = 0; i < going; i++) mine[reach + i] = i == k;
-            }
-        for (long r = 0; r < B * going; r++) joint[r] = logp[r / going * N + first + goes[r % going]];
-        if (next != x) std::swap(x, state);
-        reach += going, first += many, nodes = going;
-        take(nodes, behind, reach);
-    }
-    return sane;
-}
-
 #else
 extern "C" long tiles() { return 0; }
 extern "C" void linear() {}
 extern "C" void gated_linear() {}
 extern "C" void likeliest() {}
-extern "C" void unfold() {}
 extern "C" void layers() {}
 #endif

@@ -5,13 +5,14 @@ these take the place of, as packed.py does for a target's. What they cannot do (
 kept otherwise) the layers go on doing themselves. Not bit for bit what those compute: drafts need not be.
 """
 
+import ctypes
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.models.drafter import Context, Drafter, DraftStep, Levels, no_numbers
+from paceline.models.drafter import Context, Drafter, DraftStep, Levels, Limits, no_numbers
 from paceline.models.kernels import LANES, MOST, WIDEST, Library, kernels
 from paceline.models.layers import Angles, Attention, GatedMLP, LookedUp, ResidualLayer, RMSNorm
 from paceline.models.packed import Packed, address, addresses, in_cache
@@ -34,7 +35,8 @@ def quicken(drafter: Drafter) -> None:
         if isinstance(part, ResidualLayer) and QuickLayer.fits(part):
             part.forward = QuickLayer(part, functions)
     drafter.likeliest = QuickLikeliest(drafter, functions)  # type: ignore[method-assign]
-    drafter.unfold = QuickTree(drafter, functions)  # type: ignore[method-assign]
+    tree = QuickTree(drafter, functions)
+    drafter.unfold, drafter.unfold_dynamic = tree.static, tree.dynamic  # type: ignore[method-assign]
 
 
 def _ours(x: Tensor) -> bool:
@@ -211,8 +213,7 @@ class QuickLikeliest:
 
 
 class QuickTree:
-    """A drafter's static tree in one call, where a step is one layer: what lies between the products of a step, and
-    between steps, takes longer than they do."""
+    """A drafter's tree in one call, where a step is one layer: see drafts.cpp."""
 
     def __init__(self, drafter: Drafter, functions: Library):
         self._drafter, self._functions = drafter, functions
@@ -221,9 +222,33 @@ class QuickTree:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_step": None}  # a copy's weights lie elsewhere
 
-    def __call__(
+    def static(
         self, feature: Tensor, tokens: Tensor, ctx: Context, levels: Levels, known: int | None
     ) -> tuple[Tensor, Tensor] | None:
+        given = self._given(feature, tokens, ctx, known)
+        if given is None:
+            return None
+        shape = len(tokens), levels.nodes
+        words, logp = torch.empty(shape, dtype=torch.long), torch.empty(shape)
+        at = words.data_ptr(), logp.data_ptr(), given.at, levels.plan.data_ptr()
+        self._checked(self._functions.unfold(*at, levels.nodes, levels.depth, *given.scales), levels.nodes)
+        return words, logp
+
+    def dynamic(
+        self, feature: Tensor, tokens: Tensor, ctx: Context, limits: Limits, known: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        given = self._given(feature, tokens, ctx, known) if limits.width <= MOST else None
+        if given is None:
+            return None
+        shape = len(tokens), limits.nodes
+        words, parents = (torch.empty(shape, dtype=torch.long) for _ in range(2))
+        logp, size = torch.empty(shape), torch.empty(len(tokens), dtype=torch.long)
+        at = words.data_ptr(), parents.data_ptr(), logp.data_ptr(), size.data_ptr(), given.at
+        self._checked(self._functions.unfold_dynamic(*at, *limits, *given.scales), limits.nodes)
+        most = int(size.max())
+        return words[:, :most], parents[:, :most], size, logp[:, :most]
+
+    def _given(self, feature: Tensor, tokens: Tensor, ctx: Context, known: int | None) -> "_Given | None":
         step = self._drafter.as_step()
         if step is None:
             return None
@@ -231,29 +256,28 @@ class QuickTree:
             self._step = torch.tensor(self._parts(step))
         if not len(self._step) or not _ours(feature) or feature.shape[-1] != self._drafter.shape.hidden:
             return None
-        layer: Any = step.layer.forward
+        layer: QuickLayer = step.layer.forward  # type: ignore[assignment]
+        _, _, kv_heads, head = layer.form
         angles = step.rotary(ctx.positions, feature.dtype, self._drafter.position_offset)
-        _, _, kv_heads, size = layer.form
-        keys = _Keys.of(feature, angles, 0, ctx, kv_heads, size, tiled=True)
+        keys = _Keys.of(feature, angles, 0, ctx, kv_heads, head, tiled=True)
         if keys is None:
             return None
-        (rows, many, hidden), width = feature.shape, int(self._step[-3])
-        words, logp = torch.empty(rows, levels.nodes, dtype=torch.long), torch.empty(rows, levels.nodes)
-        length, _, cos, sin, positions = keys.placed
-        given = feature, tokens.contiguous(), positions, ctx.count.contiguous()
-        tables = self._step, layer.table(keys.stacks), length, cos, sin, levels.plan
-        sizes = rows, many, levels.nodes, levels.depth, hidden, *layer.form, *keys[-3:]
-        last = width if known is None else min(known, width), torch.get_num_threads(), *layer.scales
-        at = [part.data_ptr() for part in (words, logp, *given, *tables)]
-        answer = self._functions.unfold(*at, *sizes, *last)
+        width, (length, _, cos, sin, positions) = int(self._step[-3]), keys.placed
+        parts = feature, tokens.contiguous(), positions, ctx.count.contiguous()
+        tables = self._step, layer.table(keys.stacks), length, cos, sin
+        sizes = *feature.shape, *layer.form, *keys[-3:], width if known is None else min(known, width)
+        at = [part.data_ptr() for part in (*parts, *tables)]
+        numbers = (ctypes.c_long * (len(at) + len(sizes) + 1))(*at, *sizes, torch.get_num_threads())
+        return _Given(numbers, layer.scales, (parts, tables))
+
+    def _checked(self, answer: int, nodes: int) -> None:
         if answer < 0:
-            raise RuntimeError(f"a tree of {levels.nodes} nodes was asked for, and the drafter's memory made for less")
+            raise RuntimeError(f"a tree of {nodes} nodes was asked for, and the drafter's memory made for less")
         if not answer:
             raise no_numbers(self._drafter)
-        return words, logp
 
     def _parts(self, step: DraftStep) -> list[int]:
-        """`Step` of passes.cpp; none where the drafter is more than that."""
+        """`Step` of drafts.cpp; none where the drafter is more than that."""
         drafter, norms = self._drafter, (step.embedding_norm, step.feature_norm, step.norm)
         own, matrix = drafter.output_head(0)
         head, table, layer = _plain(matrix), drafter.borrowed.table, vars(step.layer).get("forward")
@@ -272,6 +296,18 @@ class QuickTree:
         inside = (None, None) if fuse is None else (fuse.tiles, fuse.bias)
         parts = table, *before, *inside, last and last.weight, head.tiles, head.bias, drafter.vocab_map
         return [*map(address, parts), len(head.weight), len(head.tiles), step.normed]
+
+
+class _Given(NamedTuple):
+    """`Given` of drafts.cpp. kept: what it points to."""
+
+    numbers: ctypes.Array
+    scales: tuple[float, float]
+    kept: tuple[Any, ...]
+
+    @property
+    def at(self) -> int:
+        return ctypes.addressof(self.numbers)
 
 
 def _plain(matrix: nn.Module | Head | None) -> Packed | None:

@@ -178,7 +178,33 @@ def test_a_static_tree_in_one_call_is_that_of_its_steps(
     assert len(calls) == 9 and all(tree is not None for tree in calls)
 
 
-def rounds_of(drafter: Drafter, target: Target, shape: StaticShape) -> Iterator[DraftTree]:
+@compiled
+@pytest.mark.parametrize("asked", ONE_LAYER)
+@pytest.mark.parametrize("costs", [(0.0, 0.0), (0.012, 0.0), (0.004, 0.2)], ids=["free", "nodes cost", "depths cost"])
+@torch.no_grad()
+def test_a_dynamic_tree_in_one_call_is_that_of_its_steps(
+    asked: str, costs: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not getattr(kernels(), "tiled", False):
+        pytest.skip("this machine has no tiles")
+    target = half_target("llama", head_dim=32)
+    by_steps, at_once = pair(target, **ATTENDING[asked])[1], pair(target, **ATTENDING[asked])[1]
+    monkeypatch.setattr(by_steps, "unfold_dynamic", lambda *_: None)
+    calls, whole = [], at_once.unfold_dynamic
+    monkeypatch.setattr(at_once, "unfold_dynamic", lambda *given: calls.append(whole(*given)) or calls[-1])
+    sizes = set()
+    for nodes, depth, width in ((9, 3, 3), (30, 4, 6), (64, 2, 45), (6, 1, 8), (100, 3, 4)):
+        shape = DynamicShape(nodes, depth, width, *costs)
+        trees = [list(rounds_of(drafter, target, shape)) for drafter in (by_steps, at_once)]
+        for slow, fast in zip(*trees, strict=True):
+            for part in ("tokens", "parents", "size", "logp"):
+                assert torch.equal(getattr(slow, part), getattr(fast, part)), part
+            sizes.add(tuple(fast.size.tolist()))
+    assert len(calls) == 15 and all(tree is not None for tree in calls)
+    assert max(map(max, sizes)) > 9 and (not any(costs) or any(len(set(both)) > 1 for both in sizes)), "trees differ"
+
+
+def rounds_of(drafter: Drafter, target: Target, shape: StaticShape | DynamicShape) -> Iterator[DraftTree]:
     """Three rounds of two texts, the second of which is gone in the last."""
     generator = torch.Generator().manual_seed(2)
     memory, written = drafter.memory(2, 60), torch.zeros(2, dtype=torch.long)

@@ -21,6 +21,7 @@ def test_the_wheel_trains_and_exports_with_its_own_conf_and_data(tmp_path: Path)
         "data/bench.jsonl",
         "conf/medusa.yaml",
         "models/tiny/tokenizer.json",
+        "models/drafts.cpp",
         "models/kernels.cpp",
         "models/passes.cpp",
     ):
