@@ -121,15 +121,26 @@ def drafter_of(name: str, target: Target, **more: Any) -> Drafter:
     return drafter
 
 
+@pytest.fixture(autouse=True)
+def rows_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the usual grain all rows of these texts would take every step."""
+    monkeypatch.setattr("paceline.train.step.GRAIN", 4)
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_only_rows_that_some_loss_looks_at_take_a_step_and_they_say_what_they_said_among_all(name: str) -> None:
+@pytest.mark.parametrize("grain", [1, 4, 64])
+def test_only_rows_that_some_loss_looks_at_take_a_step_and_they_say_what_they_said_among_all(
+    name: str, grain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.train.step.GRAIN", grain)
     target, batch = target_of("llama"), conversations()
     drafter = drafter_of(name, target)
     hidden = states_of(target, drafter, batch)[0]
     there = torch.stack([predicted(batch, k) for k in range(4)]).flatten(1)
     chains = wanted(drafter, batch, there, 2)
     everything, some = unrolled(drafter, batch, hidden, 4), unrolled(drafter, batch, hidden, 4, chains)
-    assert [state.shape[1] for state in some] == TAKEN[name]
+    rounded = [min(-(-rows // grain) * grain, batch.ids.numel()) for rows in TAKEN[name]]
+    assert [state.shape[1] for state in some] == rounded
     for k, (whole, part) in enumerate(zip(everything, some, strict=True)):
         torch.testing.assert_close(part[0], whole.flatten(0, 1)[chains.at(k)])
         standing = torch.isin(there[k].nonzero()[:, 0] - 2 - k, chains.at(k))

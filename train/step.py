@@ -27,6 +27,9 @@ from paceline.train.objective import FEATURE_TERMS, NEEDS_TEACHER, graded, learn
 # [R, H] post-norm states of the target -> its logits [R, D] over the draft vocabulary
 Teacher = Callable[[Tensor], Tensor]
 BEYOND = 1 << 30  # the rank of a token behind the end of its document
+# Rows are taken in multiples of this: for every number of rows that is new to it, oneDNN compiles a product's code, which
+# takes longer than the product.
+GRAIN = 64
 
 
 @dataclass
@@ -102,7 +105,7 @@ class TrainStep(nn.Module):
         states = [state.flatten(0, 1) for state in every]
         groups = self._groups()
         # at least one chunk, if of no rows: then too every parameter gets a gradient, as DDP wants
-        chunks = there.any(0).nonzero()[:, 0].split(max(1, self.chunk // max(map(len, groups))))
+        chunks = _places(there.any(0)).split(max(1, self.chunk // max(map(len, groups))))
         loss = torch.zeros_like(factors)
         right = torch.zeros_like(there[:, 0], dtype=torch.long)
 
@@ -157,7 +160,7 @@ class TrainStep(nn.Module):
 @dataclass(frozen=True)
 class Chains:
     """The rows of a flattened batch that take each step: all that are text until every stream of keys has begun, from
-    then on those whose chain has something to learn, for nobody else looks at them.
+    then on those whose chain has something to learn, for nobody else looks at them; and a few others, see GRAIN.
     """
 
     rows: Tensor  # int64 [N], ascending
@@ -187,9 +190,11 @@ def wanted(drafter: Drafter, batch: Batch, there: Tensor, back: int) -> Chains:
 
 
 def _places(mask: Tensor) -> Tensor:
-    """Where a mask holds, or the first place, where it holds nowhere."""
-    found = mask.nonzero()[:, 0]
-    return found if len(found) else found.new_zeros(1)
+    """Where a mask [N] holds, and the first other places, up to the next multiple of GRAIN or all."""
+    many = int(mask.sum())
+    missing = max(-(-many // GRAIN), 1) * GRAIN - many
+    others = (~mask).nonzero()[:missing, 0]
+    return mask.index_fill(0, others, True).nonzero()[:, 0]
 
 
 def unrolled(drafter: Drafter, batch: Batch, hidden: Tensor, depths: int, chains: Chains | None = None) -> list[Tensor]:
