@@ -27,8 +27,8 @@ from paceline.train.objective import FEATURE_TERMS, NEEDS_TEACHER, graded, learn
 # [R, H] post-norm states of the target -> its logits [R, D] over the draft vocabulary
 Teacher = Callable[[Tensor], Tensor]
 BEYOND = 1 << 30  # the rank of a token behind the end of its document
-# Rows are taken in multiples of this: for every number of rows that is new to it, oneDNN compiles a product's code, which
-# takes longer than the product.
+# Rows are taken in multiples of this: for every number of rows that is new to it, oneDNN compiles a product's code,
+# which takes longer than the product.
 GRAIN = 64
 
 
