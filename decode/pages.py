@@ -55,6 +55,19 @@ def number(name: str, value: Any) -> str:
     return f"{value:.{1 if name.endswith(('_ms', '_second')) else 4 if name.endswith('_kl') else 2}f}"
 
 
+def judged(speedup: list[float] | None) -> str:
+    """In words, what the interval of a speed-up says."""
+    if speedup is None:
+        return "too few prompts to tell chance"
+    low, high = speedup
+    return "faster" if low > 1 else "slower" if high < 1 else "no faster and no slower that could be told"
+
+
+def called(target: dict[str, Any]) -> str:
+    """What people call a target by: the name of one that comes along, of any other its folder or hub id."""
+    return target["path"] if target["name"] == "hf" else target["name"]
+
+
 def method(about: dict[str, Any]) -> dict[str, Any]:
     """What the viewer draws of a drafter. about: `trace.drafter` of report.json."""
     name, _, lookup = about["name"].partition(" and ")
@@ -92,9 +105,6 @@ def watch_page(about: dict[str, Any], summary: str) -> str:
     return _template("watch.html.jinja").render(
         about=about, summary=summary, trace=trace, method=method(trace["drafter"])
     )
-
-
-SUMMARY = (("method", "name"), ("target", "name"), ("data", "source"))
 
 
 def training_page(config: dict[str, Any], yaml: str, lines: list[dict[str, Any]]) -> str:
@@ -141,7 +151,9 @@ def training_page(config: dict[str, Any], yaml: str, lines: list[dict[str, Any]]
     return _template("training.html.jinja").render(
         config=config,
         yaml=yaml,
-        summary="method {}, target {}, data {}".format(*(config[part][name] for part, name in SUMMARY)),
+        summary="method {}, target {}, data {}".format(
+            config["method"]["name"], called(config["target"]), config["data"]["source"]
+        ),
         headline=headline,
         charts=[drawn for drawn in charts if drawn is not None],
         decoded=decoded,
@@ -158,7 +170,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals["figure"] = number
+    made.globals |= {"figure": number, "judged": judged, "called": called}
     made.filters["plainly"] = plainly
     return made
 

@@ -441,12 +441,16 @@ def _won(cfg: Any, column: str, rows: list[Row]) -> str | None:
         return None
     best = max(able, key=lambda row: row.cells[column].value or 0.0)
     won, at = best.cells[column], column.replace(f"{SPEED},", " at")
+    least, most = (won.value or 0.0 if end is None else end for end in (won.low, won.high))
     if column == HELD_OUT:
         said = f"{best.name} drafts best, {won.text} tokens per pass of the target"
-    elif won.value is not None and won.value > 1:
+    elif least > 1:
         said = f"on this machine {best.name} is fastest{at}, {won.text} times as fast as decoding without a drafter"
-    else:
+    elif most < 1:
         said = f"on this machine no drafter gains time{at}, and {best.name} loses least ({won.text})"
+    else:
+        told = f"no drafter gains time{at} that could be told"
+        said = f"on this machine {told}, and {best.name} is nearest to it ({won.text})"
     near = [
         row.name
         for row in able

@@ -286,6 +286,10 @@ def test_the_winner_is_named_and_so_is_who_may_be_as_good(tmp_path: Path) -> Non
     assert near.endswith(", but the interval of a overlaps: chance may have decided.")
     none = compare.verdict(cfg, rows(a=(0.9, 0.8, 0.95), b=(0.5, 0.4, 0.6)))
     assert none == "on this machine no drafter gains time at T=0, and a loses least (0.90 (0.80 to 0.95))."
+    level = compare.verdict(cfg, rows(a=(1.05, 0.97, 1.12), b=(0.5, 0.4, 0.6)))
+    assert level == (
+        "on this machine no drafter gains time at T=0 that could be told, and a is nearest to it (1.05 (0.97 to 1.12))."
+    )
     assert compare.verdict(cfg, []) == "Nothing was measured that could be compared."
 
 
