@@ -112,6 +112,7 @@ def training_page(config: dict[str, Any], yaml: str, lines: list[dict[str, Any]]
     steps = [line for line in lines if "loss" in line]
     decoded = [line for line in lines if "mean_acceptance_length" in line]
     best = max(decoded, key=lambda line: line["mean_acceptance_length"], default=None)
+    prompts = best and best.get("decoded", "held-out prompts")  # the first runs did not say how many
     last = steps[-1] if steps else None
     depths = len(steps[0]["loss"]) if steps else 0
 
@@ -135,7 +136,7 @@ def training_page(config: dict[str, Any], yaml: str, lines: list[dict[str, Any]]
         {
             "title": "best mean acceptance length",
             "value": UNKNOWN if best is None else f"{best['mean_acceptance_length']:.2f}",
-            "meaning": "Nothing decoded yet." if best is None else f"At step {best['step']}, on held-out prompts.",
+            "meaning": "Nothing decoded yet." if best is None else f"At step {best['step']}, on {prompts}.",
         },
         {
             "title": "tokens read",
@@ -157,6 +158,7 @@ def training_page(config: dict[str, Any], yaml: str, lines: list[dict[str, Any]]
         headline=headline,
         charts=[drawn for drawn in charts if drawn is not None],
         decoded=decoded,
+        prompts=prompts,
     )
 
 

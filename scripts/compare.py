@@ -340,7 +340,7 @@ def meaning(cfg: Any) -> dict[str, str]:
     for temperature in cfg.temperatures:
         columns |= {f"{name}, {_at(temperature)}": text for name, text in decoded.items()}
     if not cfg.temperatures:
-        columns[HELD_OUT] = f"{decoded[LENGTH]}, decoded at the end of training on held-out prompts"
+        columns[HELD_OUT] = f"{decoded[LENGTH]}, decoded at the end of training on held-out prompts, or bundled ones"
     return columns
 
 

@@ -309,21 +309,21 @@ class Record:
         return f"not finite at examples {', '.join(map(str, examples[:8]))}{more}; the first begins {begins!r}"
 
     def measured(self, number: int, found: Measurement, drafter: Drafter, trunk: Trunk, data: Dataset) -> None:
-        """Take note of a decode of the held-out prompts; the best drafter so far becomes the export."""
+        """Take note of what prompts were decoded to; the best drafter so far becomes the export."""
         length = found.acceptance.mean_acceptance_length
         # where no round was played, which says nothing, the latest is exported
         better = self.best == -math.inf if length is None else length > self.best
-        told: dict[str, Any] = {"step": number, "tokens": self.tokens}
+        told: dict[str, Any] = {"step": number, "tokens": self.tokens, "decoded": found.decoded}
         told |= {} if length is None else {"mean_acceptance_length": length}
         told |= {"held_out_accuracy": found.accuracy, "held_out_text_accuracy": found.text_accuracy}
         drift = {} if found.drift is None else {f"trunk_{name}": value for name, value in found.drift.as_dict().items()}
         self._write(told | drift)
         if length is None:
-            said = "[yellow]no draft was judged, held-out answers end with their first token[/]"
+            said = f"[yellow]no draft was judged: the answers to {found.decoded} end with their first token[/]"
             said += " - the latest, exported" * better
         else:
             said = (
-                f"mean acceptance length [bold]{length:.3f}[/] on held-out prompts "
+                f"mean acceptance length [bold]{length:.3f}[/] on {found.decoded} "
                 f"(accuracy {_short(found.accuracy, 3)}){' - best so far, exported' if better else ''}"
             )
         self.console.print(f"step {number}: {said}", highlight=False)
@@ -355,6 +355,7 @@ class Record:
             provenance={
                 "step": number,
                 "tokens": self.tokens,
+                "decoded": found.decoded,
                 "parameters": sum(p.numel() for group in trunk.groups(drafter) for p in group["params"]),
                 "data": data.provenance,
                 "train": cfg.train.plain(),
@@ -377,7 +378,8 @@ class Record:
                 for k, v in line.items()
                 for i, x in enumerate(v if isinstance(v, list) else [v])
             }
-            self._tracker.log({k: v for k, v in flat.items() if k != "step"}, step=line["step"])
+            numbers = {k: v for k, v in flat.items() if k != "step" and not isinstance(v, str)}
+            self._tracker.log(numbers, step=line["step"])
 
     def _page(self) -> None:
         """The run so far as a page."""
