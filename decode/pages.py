@@ -58,7 +58,7 @@ def number(name: str, value: Any) -> str:
 def judged(speedup: list[float] | None) -> str:
     """In words, what the interval of a speed-up says."""
     if speedup is None:
-        return "too few prompts to tell chance"
+        return "too few prompts to tell"
     low, high = speedup
     return "faster" if low > 1 else "slower" if high < 1 else "no faster and no slower that could be told"
 

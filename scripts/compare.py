@@ -244,19 +244,21 @@ def perform_all(cfg: Any, runs: list[Run], console: Console) -> None:
 
 def _performed(job: Job, forecast: Forecast, console: Console, news: Callable[[], str] = str) -> str | None:
     """Do a job, unless it has been. None, or why it failed."""
+    from paceline.decode.progress import status
+
     if ended(job):
         forecast.skip(job.kind)
         console.print(f"{job.what}: there already", highlight=False)
         return None
     console.print(f"[bold]{job.what}[/] ({forecast})", highlight=False)
     begun = time.monotonic()
-    with console.status("") as line:
 
-        def watch() -> None:
-            parts = (job.what, news(), f"{(time.monotonic() - begun) / 60:.1f} min", f"all: {forecast}")
-            line.update(", ".join(part for part in parts if part))
+    def said() -> str:
+        parts = (job.what, news(), f"{(time.monotonic() - begun) / 60:.1f} min", f"all: {forecast}")
+        return ", ".join(part for part in parts if part)
 
-        fault = perform(job, watch)
+    with status(said, console):
+        fault = perform(job)
     forecast.done(job.kind, time.monotonic() - begun)
     if fault:
         console.print(f"{job.what} failed, {fault}", style="bold red", highlight=False, markup=False, soft_wrap=True)

@@ -54,8 +54,8 @@ def run(cfg: Any) -> None:
     from paceline.data.prompts import prompts
     from paceline.decode import drift
     from paceline.decode.pages import report_page
+    from paceline.decode.progress import progress
     from paceline.scripts.decoding import runtime, setting, write_json, write_whole
-    from paceline.scripts.terminal import progress
     from paceline.scripts.watch import LONGEST, traces
 
     asked = prompts(cfg.eval.prompts, cfg.eval.limit)
@@ -224,8 +224,8 @@ def _known(cfg: Any, ready: Runtime, ids: list[list[int]], plain: Way) -> list[l
 
     Raises Refusal where the file was made under other settings.
     """
+    from paceline.decode.progress import progress
     from paceline.scripts.decoding import write_json
-    from paceline.scripts.terminal import progress
 
     file, made = Path(cfg.plain_file), _made(cfg, ready, ids)
     if file.exists():

@@ -146,7 +146,7 @@ def test_a_speed_up_is_called_one_where_its_interval_says_so(said: dict[str, Any
             "1.10 (0.97 to 1.12) times the speed without a drafter: no faster and no slower that could be told",
         ),
         ([0.7, 0.99], "1.10 (0.70 to 0.99) times the speed without a drafter: slower"),
-        (None, "1.10 times the speed without a drafter: too few prompts to tell chance"),
+        (None, "1.10 times the speed without a drafter: too few prompts to tell"),
     ):
         said["speed"]["speedup"], said["intervals"]["speedup"] = 1.1, spread
         facts = evaluate._facts(said)

@@ -20,11 +20,11 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.distributed.tensor import DTensor
 
 from paceline.data.conversations import Dataset, Example, coloured, supervision
 from paceline.decode.pages import training_page
+from paceline.decode.progress import progress
 from paceline.models.drafter import Drafter
 from paceline.models.errors import Refusal
 from paceline.models.export import save_export
@@ -91,7 +91,6 @@ class Record:
         self._tracker: Any = None
         self._tokenizer: Any = None
         self._train: Sequence[Example] = ()
-        self._bar: Progress | None = None
         self._consecutive = 0  # skipped steps, up to now
         self._pending: list[dict[str, Any]] = []  # steps since the last line of metrics.jsonl
 
@@ -208,13 +207,13 @@ class Record:
             if self.cfg.tracker.name == "wandb":
                 self._tracker = _wandb(self.cfg, self.out)
         self._announce(begun, drafter, trunk)
+        most = self.cfg.train.minutes and 60 * self.cfg.train.minutes - self.seconds
         failed = True
         try:
-            yield
+            with progress("step", total, begun, self.console, most) as self._bar:
+                yield
             failed = False
         finally:
-            if self._bar is not None:
-                self._bar.stop()
             if self._tracker is not None:
                 self._tracker.finish(exit_code=int(failed))
         if self.main:
@@ -241,11 +240,6 @@ class Record:
             f"{trunk.original.source}{covered}; "
             f"{self.total - begun} steps of {self.cfg.train.batch_tokens} tokens into {self.out}"
         )
-        if self.console.is_terminal and self.main:
-            columns = ("training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
-            self._task = self._bar.add_task("", total=self.total, completed=begun, note="")
-            self._bar.start()
 
     def step(self, number: int, news: dict[str, Any], rate: float, last: bool) -> None:
         """Take note of an optimiser step: sums and counts, divided when a line is written. The `last` one gets a line.
@@ -271,8 +265,8 @@ class Record:
             nothing = [0] * len(news["loss"])
             news = news | {"loss": nothing, "learnt": nothing, "grad_norm": None}
         self._pending.append(news)
-        every = self.cfg.train.log_every
-        if number % every and not last and number != 1:
+        if number % self.cfg.train.log_every and not last and number != 1:
+            self._bar.advance()
             return
         tokens, seconds = self._seen
         speed = (self.tokens - tokens) / max(self.seconds - seconds, 1e-9)
@@ -295,10 +289,9 @@ class Record:
         self._pending = []
         self._write(line)
         note = f"loss {_short(line['loss'], 2)}  accuracy {_short(line['accuracy'], 3)}  {speed:.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=number, note=note)
-        elif number == 1 or last or number % (every * 10) == 0:
-            self.console.print(f"step {number}/{self.total}  {note}", highlight=False)
+        self._bar.advance(note)
+        if number == 1 or last:
+            self._bar.say()
 
     def _fault(self, examples: list[int]) -> str:
         """Which examples gave a step gradients that are not finite, and how the first of them begins."""
