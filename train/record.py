@@ -114,7 +114,8 @@ class Record:
                 return Refusal(f"out={out} holds a run already: resume=true goes on with it, or give another out")
             different = _first_difference(BEFORE | yaml.safe_load((out / "config.yaml").read_text()), cfg.plain())
             if different:
-                return Refusal(f"{different}: start afresh in another out, the run in out={out} is not like that")
+                refused = f"{different}: start afresh in another out, the run in out={out} is not like that"
+                return Refusal(refused + self._way_on(out))
         elif there := [name for name in ("export", "checkpoints") if (out / name).exists()]:
             return Refusal(f"out={out} holds {there[0]}, which would be replaced, and no run; give another out")
         out.mkdir(parents=True, exist_ok=True)
@@ -123,6 +124,15 @@ class Record:
                 return str(out.absolute())
         except Refusal as refusal:
             return refusal
+
+    def _way_on(self, out: Path) -> str:
+        """What is typed to train on, under other options, from a checkpoint of the run in `out`; empty without one."""
+        given = self.cfg.resume
+        place = Path(given) if isinstance(given, str) else checkpoint.newest(out / "checkpoints")
+        if place is None:
+            return ""
+        free = next(f for f in (out.with_name(f"{out.name}-{number}") for number in count(2)) if not f.exists())
+        return f"; or train on from its weights, if they fit that: resume={place} out={free}"
 
     def resume_from(self) -> Path | None:
         """The checkpoint to go on from; None to start afresh (said, where a resumption was asked for)."""
