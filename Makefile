@@ -8,7 +8,8 @@ BIN    := .venv/bin
 READY  := .venv/.ready
 
 # Explicit, so that no `accelerate config` is needed before and nothing is warned about: one process, GPU if there is one.
-LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+# Quiet, so that a refusal is its one line, without a traceback of the launcher's.
+LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
           --num_cpu_threads_per_process $(CORES)
 
 # Where there is no GPU, two processes with half the cores each train a layer faster than one process with all of them.

@@ -28,8 +28,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from paceline.conf import schema_scripts as scripts
+from paceline.conf.elsewhere import here
 from paceline.conf.schema import TrainConfig
-from paceline.conf.section import Section, nearest, option_names, validated, writable
+from paceline.conf.section import Section, nearest, no_such_option, option_names, validated, writable
 from paceline.models.errors import Refusal
 
 CONF = Path(__file__).parent
@@ -48,6 +49,8 @@ _SCHEMAS: dict[str, type[Section]] = {
     "tune": scripts.TuneConfig,
     "watch": scripts.WatchConfig,
 }
+
+_READS_PATH = {"target": "hf", "data": "jsonl"}  # group -> the choice that a folder, a file or a hub id is given with
 
 
 def entry(name: str, run: Callable[[Any], None], text: tuple[str, ...] = ()) -> Callable[[], None]:
@@ -70,7 +73,7 @@ def entry(name: str, run: Callable[[Any], None], text: tuple[str, ...] = ()) -> 
 
         with _one_line(common=True):
             sys.argv[1:] = [_quoted(word, text) for word in sys.argv[1:]]
-            _check(name, _arguments(), cwd)
+            _check(name, _arguments(name), cwd)
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)()
 
     return main
@@ -109,17 +112,30 @@ def _refusals() -> tuple[type[Exception], ...]:
     return (Refusal, data.BadData) if data else (Refusal,)
 
 
-def _arguments() -> Namespace:
+def _arguments(name: str) -> Namespace:
     parser = get_args_parser()
     flags = [flag for action in parser._actions for flag in action.option_strings]
 
     def error(message: str) -> Any:
-        wrong = next((w for w in sys.argv[1:] if w.startswith("-") and w.split("=")[0] not in flags), None)
+        dashed = (word.partition("=")[0] for word in sys.argv[1:] if word.startswith("-"))
+        wrong = next((word for word in dashed if word not in flags), None)
+        option = wrong and _as_flag(name, wrong)
+        if option:
+            raise Refusal(f"{wrong}: options are given as NAME=VALUE, this one as {option}=VALUE")
         hint = f"{wrong}: no such flag; nearest: {nearest(wrong, flags)}" if wrong else message
         raise Refusal(f"{hint} (options are given as NAME=VALUE)")
 
     parser.error = error
     return parser.parse_args()
+
+
+def _as_flag(name: str, flag: str) -> str | None:
+    """The option of the program NAME that is meant by --learning-rate, or by --lr."""
+    option = flag.lstrip("-").replace("-", "_")
+    with _composer(CONF):
+        valid = option_names(_plain(hydra.compose(name)))
+    named = [one for one in valid if f".{one}".endswith(f".{option}")]
+    return min(named, key=len, default=None) or here(option, valid)
 
 
 def _quoted(word: str, text: tuple[str, ...]) -> str:
@@ -226,7 +242,7 @@ def _composed(loader: ConfigLoader, name: str, words: list[str]) -> DictConfig:
 
 def _unknown(key: str, valid: Iterable[str]) -> str:
     alike = [option for option in valid if option.startswith("hydra") == key.startswith("hydra")]
-    return f"{key}: no such option; nearest: {nearest(key, alike)}"
+    return no_such_option(key, alike)
 
 
 def _is_choice(override: Override, loader: ConfigLoader, chosen: set[str], searched: list[str]) -> bool:
@@ -242,7 +258,9 @@ def _is_choice(override: Override, loader: ConfigLoader, chosen: set[str], searc
         raise Refusal(_unknown(key, chosen))
     for one in choice if isinstance(choice, list) else [choice]:
         if one not in choices and not override.is_delete():
-            raise Refusal(f"{key}: no such choice {one!r}; nearest: {nearest(one, choices)} (of {', '.join(choices)})")
+            place = group in _READS_PATH and re.search(r"[/.]", str(one))
+            near = f"{group}={_READS_PATH[group]} {group}.path={one}" if place else nearest(one, choices)
+            raise Refusal(f"{key}: no such choice {one!r}; nearest: {near} (of {', '.join(choices)})")
     return True
 
 

@@ -6,13 +6,14 @@ Does not know which options there are.
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 
+from paceline.conf.elsewhere import GIVEN, here
 from paceline.models.errors import Refusal
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -34,6 +35,15 @@ def nearest(wrong: Any, valid: Iterable[str]) -> str:
         return whole + difflib.SequenceMatcher(None, part.lower(), last.lower()).ratio()
 
     return max(sorted(valid), key=likeness, default="none")
+
+
+def no_such_option(wrong: str, valid: Collection[str]) -> str:
+    """One line that names the option which is called so elsewhere, or else the nearest."""
+    option = here(wrong, valid)
+    if option is None:
+        return f"{wrong}: no such option; nearest: {nearest(wrong, valid)}"
+    given = f" ({GIVEN[option]})" if option in GIVEN else ""
+    return f"{wrong}: no such option; here it is {option}{given}"
 
 
 def absolute(path: str, info: ValidationInfo) -> str:
@@ -122,7 +132,7 @@ def one_line(error: ValidationError, names: list[str]) -> str:
     if isinstance(reason, Refusal):
         return str(reason)
     if kind == "extra_forbidden":
-        return f"{name}: no such option; nearest: {nearest(name, set(names) - {name})}"
+        return no_such_option(name, set(names) - {name})
     if kind == "missing":
         return f"{name}: must be given"
     wanted = first["msg"].replace("Input should be", "must be")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.decode.decoder import Decoder
+from paceline.decode.progress import progress
 from paceline.decode.sampler import Place, Sampler
 from paceline.decode.tree import DraftTree, DynamicShape, Shape, StaticShape
 from paceline.decode.verify import Verdict, walk
@@ -105,9 +106,10 @@ def measure(target: Target, drafter: Drafter, rows: Iterable[int] = (1,), made: 
         }
         settings |= {("draft", d, w): (drafter, _grown(d, w), min(CONTEXTS)) for d in {1, deep} for w in WIDTHS}
         found: dict[tuple, list[dict[str, float]]] = {name: [] for name in settings}
-        for _ in range(REPEATS):
-            for name, (who, shape, context) in settings.items():
-                found[name] += _rounds(Decoder(target, who, shape, _nothing, timed=True), b, context)
+        with progress(f"costs, batch {b}", REPEATS * len(settings)) as bar:
+            for _ in range(REPEATS):
+                for name, (who, shape, context) in bar.over(settings.items()):
+                    found[name] += _rounds(Decoder(target, who, shape, _nothing, timed=True), b, context)
         seconds = {name: _medians(rounds) for name, rounds in found.items()}
         first = statistics.median(seconds["draft", 1, w]["draft"] for w in WIDTHS)
         cost.passes.extend((b, c, n, seconds["pass", c, n]["target"]) for kind, c, n in settings if kind == "pass")

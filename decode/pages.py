@@ -55,6 +55,19 @@ def number(name: str, value: Any) -> str:
     return f"{value:.{1 if name.endswith(('_ms', '_second')) else 4 if name.endswith('_kl') else 2}f}"
 
 
+def judged(speedup: list[float] | None) -> str:
+    """In words, what the interval of a speed-up says."""
+    if speedup is None:
+        return "too few prompts to tell"
+    low, high = speedup
+    return "faster" if low > 1 else "slower" if high < 1 else "no faster and no slower that could be told"
+
+
+def called(target: dict[str, Any]) -> str:
+    """What people call a target by: the name of one that comes along, of any other its folder or hub id."""
+    return target["path"] if target["name"] == "hf" else target["name"]
+
+
 def method(about: dict[str, Any]) -> dict[str, Any]:
     """What the viewer draws of a drafter. about: `trace.drafter` of report.json."""
     name, _, lookup = about["name"].partition(" and ")
@@ -94,14 +107,12 @@ def watch_page(about: dict[str, Any], summary: str) -> str:
     )
 
 
-SUMMARY = (("method", "name"), ("target", "name"), ("data", "source"))
-
-
 def training_page(config: dict[str, Any], yaml: str, lines: list[dict[str, Any]]) -> str:
     """metrics.jsonl as a page. config: the run's options, also as the text `yaml`."""
     steps = [line for line in lines if "loss" in line]
     decoded = [line for line in lines if "mean_acceptance_length" in line]
     best = max(decoded, key=lambda line: line["mean_acceptance_length"], default=None)
+    prompts = best and best.get("decoded", "held-out prompts")  # the first runs did not say how many
     last = steps[-1] if steps else None
     depths = len(steps[0]["loss"]) if steps else 0
 
@@ -125,7 +136,7 @@ def training_page(config: dict[str, Any], yaml: str, lines: list[dict[str, Any]]
         {
             "title": "best mean acceptance length",
             "value": UNKNOWN if best is None else f"{best['mean_acceptance_length']:.2f}",
-            "meaning": "Nothing decoded yet." if best is None else f"At step {best['step']}, on held-out prompts.",
+            "meaning": "Nothing decoded yet." if best is None else f"At step {best['step']}, on {prompts}.",
         },
         {
             "title": "tokens read",
@@ -141,10 +152,13 @@ def training_page(config: dict[str, Any], yaml: str, lines: list[dict[str, Any]]
     return _template("training.html.jinja").render(
         config=config,
         yaml=yaml,
-        summary="method {}, target {}, data {}".format(*(config[part][name] for part, name in SUMMARY)),
+        summary="method {}, target {}, data {}".format(
+            config["method"]["name"], called(config["target"]), config["data"]["source"]
+        ),
         headline=headline,
         charts=[drawn for drawn in charts if drawn is not None],
         decoded=decoded,
+        prompts=prompts,
     )
 
 
@@ -158,7 +172,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals["figure"] = number
+    made.globals |= {"figure": number, "judged": judged, "called": called}
     made.filters["plainly"] = plainly
     return made
 

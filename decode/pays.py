@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.decode.cost import Cost
+from paceline.decode.progress import progress
 from paceline.decode.tree import DynamicShape, Shape, StaticShape, chain, grow
 from paceline.models.drafter import Context, Drafter
 from paceline.models.target import Target
@@ -122,11 +123,12 @@ def play(
     read = [target(ids, drafter.taps, cache=target.new_cache(*ids.shape))[0] for ids in whole]  # as decoding reads them
     grown: dict[str, Grown] = {}
     for kind, shape in shapes.items():
-        trees = [
-            tree
-            for (prompt, answer), hidden in zip(played, read, strict=True)
-            for tree in _over(target, drafter, shape, prompt, answer, hidden)
-        ]
+        with progress(f"answers, {kind}", len(played)) as bar:
+            trees = [
+                tree
+                for (prompt, answer), hidden in bar.over(zip(played, read, strict=True))
+                for tree in _over(target, drafter, shape, prompt, answer, hidden)
+            ]
         if kind != "static" or all(len(depth) == shape.nodes for depth, *_ in trees):
             grown[kind] = Grown(
                 *(_stacked(list(part), -1 if n == 0 else 0) for n, part in enumerate(zip(*trees, strict=True)))

@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.models import formats
 from paceline.models.drafter import Drafter
+from paceline.models.embedded import NAMES
 
 MEANINGS = {
     "mean_acceptance_length": "tokens per pass of the target (1.0: drafts never helped)",
@@ -32,7 +33,7 @@ def card(drafter: Drafter, about: dict[str, Any], format: str = "native") -> str
         " with [paceline](https://pypi.org/project/paceline) to guess what this target says next. The output of"
     )
     lines += ["speculative decoding is the target's own, whatever the drafter guesses.", "", *_measured(about)]
-    served = f", `TARGET` the folder or hub id of {target}" if not hub else ""
+    served = f", `TARGET` {_found(about['target'])}" if not hub else ""
     lines += ["## How to use it", "", f"`FOLDER` is this folder{served}.", ""]
     lines += [*_launches(drafter, target if hub else "TARGET", format), ""]
     lines += ["Made of:", "", "```json", json.dumps(drafter.options.made_of(), indent=2), "```", ""]
@@ -45,17 +46,26 @@ def _target(target: dict[str, Any]) -> str:
     return Path(path).name if os.path.isabs(path) else path
 
 
+def _found(target: dict[str, Any]) -> str:
+    """Where a target lies that has no hub id; an embedded one where paceline has put it."""
+    if target.get("name") in NAMES:
+        code = f"from paceline.models.embedded import folder; print(folder('{target['name']}'))"
+        return f'the folder that `python -c "{code}"` prints'
+    return f"the folder or hub id of {_target(target)}"
+
+
 def _measured(about: dict[str, Any]) -> list[str]:
     """A table of the figures that there are."""
     found = about.get("acceptance") or {}
     rows = [(name, found[name]) for name in MEANINGS if found.get(name) is not None]
     if not rows:
         return ["Nothing was measured of it.", ""]
-    rounds, step = found.get("num_drafts"), (about.get("provenance") or {}).get("step")
+    rounds, made = found.get("num_drafts"), about.get("provenance") or {}
     how = f", over {rounds} passes" if rounds else ""
-    when = f", after {step} optimiser steps" if step else ""
+    when = f", after {made['step']} optimiser steps" if made.get("step") else ""
+    prompts = made.get("decoded", "held-out prompts")  # the first exports did not say how many
     lines = [
-        f"Decoded on held-out prompts during training{when}{how}:",
+        f"Decoded on {prompts}, during training{when}{how}:",
         "",
         "| figure | value | meaning |",
         "|---|---|---|",

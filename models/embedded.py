@@ -19,12 +19,14 @@ from transformers.utils import logging as transformers_logging
 from paceline.models.errors import Refusal
 from paceline.models.made import made_once
 
+NAMES = ("smollm2", "tiny", "tiny_pretrain")
+
 
 def folder(name: str, path: str | None = None) -> str:
     """The checkpoint folder (or hub id) of a target; the embedded ones are made in the cache at the first call.
 
     Args:
-        name: `smollm2`, `tiny`, `tiny_pretrain` or `hf`.
+        name: one of NAMES, or `hf`.
         path: folder or hub id, for `hf`.
     """
     if name == "hf":
@@ -37,7 +39,7 @@ def folder(name: str, path: str | None = None) -> str:
         return str(made_once("tiny-1", _build_tiny))
     if name == "tiny_pretrain":
         return str(made_once("tiny-pretrain-1", _build_tiny_pretrain))
-    raise Refusal(f"target.name={name}: no such target; one of smollm2, tiny, tiny_pretrain, hf")
+    raise Refusal(f"target.name={name}: no such target; one of {', '.join(NAMES)}, hf")
 
 
 def _smollm2_version() -> str:

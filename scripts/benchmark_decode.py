@@ -34,11 +34,11 @@ def decode(cfg: Any) -> Iterator[dict[str, Any]]:
     """
     from paceline.data.conversations import known_ids, load_tokenizer, prompt_ids, stop_ids
     from paceline.data.prompts import prompts
+    from paceline.decode.progress import progress
     from paceline.models.embedded import folder
     from paceline.models.target import Target, device_of
     from paceline.scripts.decoding import promised
     from paceline.scripts.evaluate import measured
-    from paceline.scripts.terminal import progress
 
     names = _wanted(cfg)
     where, device = folder(cfg.target.name, cfg.target.path), device_of(cfg.target.device)

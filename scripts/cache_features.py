@@ -23,10 +23,10 @@ def run(cfg: Any) -> None:
     from paceline.data.conversations import known_ids, load, load_tokenizer
     from paceline.data.features import Features, Shards, bytes_a_token, description
     from paceline.data.rows import highest, lengths
+    from paceline.decode.progress import progress
     from paceline.models.embedded import folder
     from paceline.models.target import Target, device_of
     from paceline.models.warm import warm_start
-    from paceline.scripts.terminal import progress
 
     # processes that share the work need not speak to each other: each has its part of the data
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
@@ -66,10 +66,10 @@ def run(cfg: Any) -> None:
         return target(batch.ids, taps, documents=batch.document, positions=batch.positions)
 
     features = Features(say, taps, shards)
-    with progress("tokens", tokens) as bar:
+    with progress("tokens", tokens, console=Console(stderr=True, quiet=rank > 0)) as bar:
         for part in todo:
             features.of(loader.packed(part).to(target.device))
-            bar.advance(f"{bar.count / bar.seconds:.0f} a second", by=sum(sizes[i] for i in part))
+            bar.advance(by=sum(sizes[i] for i in part))
     shards.flush()
     console.print(f"done: {bar.count} tokens in {bar.seconds:.0f} s")
 

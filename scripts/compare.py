@@ -244,19 +244,21 @@ def perform_all(cfg: Any, runs: list[Run], console: Console) -> None:
 
 def _performed(job: Job, forecast: Forecast, console: Console, news: Callable[[], str] = str) -> str | None:
     """Do a job, unless it has been. None, or why it failed."""
+    from paceline.decode.progress import status
+
     if ended(job):
         forecast.skip(job.kind)
         console.print(f"{job.what}: there already", highlight=False)
         return None
     console.print(f"[bold]{job.what}[/] ({forecast})", highlight=False)
     begun = time.monotonic()
-    with console.status("") as line:
 
-        def watch() -> None:
-            parts = (job.what, news(), f"{(time.monotonic() - begun) / 60:.1f} min", f"all: {forecast}")
-            line.update(", ".join(part for part in parts if part))
+    def said() -> str:
+        parts = (job.what, news(), f"{(time.monotonic() - begun) / 60:.1f} min", f"all: {forecast}")
+        return ", ".join(part for part in parts if part)
 
-        fault = perform(job, watch)
+    with status(said, console):
+        fault = perform(job)
     forecast.done(job.kind, time.monotonic() - begun)
     if fault:
         console.print(f"{job.what} failed, {fault}", style="bold red", highlight=False, markup=False, soft_wrap=True)
@@ -340,7 +342,7 @@ def meaning(cfg: Any) -> dict[str, str]:
     for temperature in cfg.temperatures:
         columns |= {f"{name}, {_at(temperature)}": text for name, text in decoded.items()}
     if not cfg.temperatures:
-        columns[HELD_OUT] = f"{decoded[LENGTH]}, decoded at the end of training on held-out prompts"
+        columns[HELD_OUT] = f"{decoded[LENGTH]}, decoded at the end of training on held-out prompts, or bundled ones"
     return columns
 
 
@@ -441,12 +443,16 @@ def _won(cfg: Any, column: str, rows: list[Row]) -> str | None:
         return None
     best = max(able, key=lambda row: row.cells[column].value or 0.0)
     won, at = best.cells[column], column.replace(f"{SPEED},", " at")
+    least, most = (won.value or 0.0 if end is None else end for end in (won.low, won.high))
     if column == HELD_OUT:
         said = f"{best.name} drafts best, {won.text} tokens per pass of the target"
-    elif won.value is not None and won.value > 1:
+    elif least > 1:
         said = f"on this machine {best.name} is fastest{at}, {won.text} times as fast as decoding without a drafter"
-    else:
+    elif most < 1:
         said = f"on this machine no drafter gains time{at}, and {best.name} loses least ({won.text})"
+    else:
+        told = f"no drafter gains time{at} that could be told"
+        said = f"on this machine {told}, and {best.name} is nearest to it ({won.text})"
     near = [
         row.name
         for row in able

@@ -54,8 +54,8 @@ def run(cfg: Any) -> None:
     from paceline.data.prompts import prompts
     from paceline.decode import drift
     from paceline.decode.pages import report_page
+    from paceline.decode.progress import progress
     from paceline.scripts.decoding import runtime, setting, write_json, write_whole
-    from paceline.scripts.terminal import progress
     from paceline.scripts.watch import LONGEST, traces
 
     asked = prompts(cfg.eval.prompts, cfg.eval.limit)
@@ -224,8 +224,8 @@ def _known(cfg: Any, ready: Runtime, ids: list[list[int]], plain: Way) -> list[l
 
     Raises Refusal where the file was made under other settings.
     """
+    from paceline.decode.progress import progress
     from paceline.scripts.decoding import write_json
-    from paceline.scripts.terminal import progress
 
     file, made = Path(cfg.plain_file), _made(cfg, ready, ids)
     if file.exists():
@@ -592,6 +592,8 @@ def _meanings() -> dict[str, dict[str, str]]:
 
 
 def _facts(report: dict[str, Any]) -> dict[str, str]:
+    from paceline.decode.pages import called, judged
+
     drafter, target, how, speed = (report[name] for name in ("drafter", "target", "setting", "speed"))
     trained = f", {drafter['parameters'] / 1e6:.1f} million parameters, {drafter['path']}" if drafter["path"] else ""
     trained_too = "" if target["trunk"] == "frozen" else f" as it was trained with the drafter ({target['trunk']})"
@@ -602,15 +604,19 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
     )
     looks_back = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "min_new_tokens": 0}
     choice = ", ".join([choice, *(f"{name} {how[name]}" for name, off in looks_back.items() if how[name] != off)])
-    results = (
-        (speed["speedup"], "times as fast as without a drafter"),
-        (report["acceptance"]["mean_acceptance_length"], "tokens per pass of the target instead of 1"),
-    )
+    times, length = speed["speedup"], report["acceptance"]["mean_acceptance_length"]
+    results = []
+    if times is not None:
+        spread = report["intervals"]["speedup"]
+        between = "" if spread is None else " ({:.2f} to {:.2f})".format(*spread)
+        results.append(f"{times:.2f}{between} times the speed without a drafter: {judged(spread)}")
+    if length is not None:
+        results.append(f"{length:.2f} tokens per pass of the target instead of 1")
     return {
         "drafter": drafter["name"] + trained,
-        "target": f"{target['name']}{trained_too}, {how['dtype']}, on {how['device']}: {how['machine']}",
+        "target": f"{called(target)}{trained_too}, {how['dtype']}, on {how['device']}: {how['machine']}",
         "decoding": f"{draft}; {choice}; {{num_prompts}} prompts ({{prompts}}), batch {{batch}}".format(**how),
-        "result": "; ".join(f"{value:.2f} {meaning}" for value, meaning in results if value is not None),
+        "result": "; ".join(results),
     }
 
 

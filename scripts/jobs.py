@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,8 @@ def ended(job: Job) -> bool:
     return note(job) == job.as_noted(True) and (job.result is None or job.result.exists())
 
 
-def perform(job: Job, watch: Callable[[], None]) -> str | None:
-    """Run a job to its end, calling `watch` every second. None, or in one line why it failed."""
+def perform(job: Job) -> str | None:
+    """Run a job to its end. None, or in one line why it failed."""
     from paceline.scripts.decoding import write_json
 
     write_json(job.folder / "job.json", job.as_noted(False))
@@ -78,8 +77,7 @@ def perform(job: Job, watch: Callable[[], None]) -> str | None:
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         try:
-            while (code := _waited(child)) is None:
-                watch()
+            code = child.wait()
         finally:
             if child.poll() is None:
                 child.terminate()
@@ -98,13 +96,6 @@ def perform(job: Job, watch: Callable[[], None]) -> str | None:
     return None
 
 
-def _waited(child: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return child.wait(1.0)
-    except subprocess.TimeoutExpired:
-        return None
-
-
 def _end_with_parent() -> None:
     """In the child: however the parent ends, killed too, SIGTERM follows. Nothing goes on writing where it left off."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
@@ -115,7 +106,7 @@ class Forecast:
 
     def __init__(self, kinds: list[str], most: dict[str, float]):
         """kinds: of all jobs that are left. most: seconds that one of a kind can take, where that is known."""
-        self.left, self.most = Counter(kinds), most
+        self.left, self.most, self._total = Counter(kinds), most, len(kinds)
         self._took: dict[str, list[float]] = defaultdict(list)
         self._begun = time.monotonic()
 
@@ -133,4 +124,5 @@ class Forecast:
             left += count * (known or 0.0)
             unknown |= count > 0 and known is None
         spent = (time.monotonic() - self._begun) / 60
-        return f"{spent:.0f} min spent, {'more than' if unknown else 'about'} {left / 60:.0f} min left"
+        done = f"{self._total - self.left.total()} of {self._total} done"
+        return f"{done}, {spent:.0f} min spent, {'more than' if unknown else 'about'} {left / 60:.0f} min left"

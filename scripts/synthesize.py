@@ -36,8 +36,8 @@ def _synthesize(cfg: Any, out: Path) -> None:
     from paceline.data.near import Known
     from paceline.data.shards import Shards, whole_lines
     from paceline.data.synthesis import Filters, Synthesis
+    from paceline.decode.progress import progress
     from paceline.models.embedded import folder
-    from paceline.scripts.terminal import progress
 
     language = _language() if cfg.language else None
     tokenizer = load_tokenizer(folder(cfg.target.name, cfg.target.path), cfg.target.trust_remote_code)

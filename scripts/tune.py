@@ -78,12 +78,16 @@ def run(cfg: Any) -> None:
 
 def _answered(cfg: Any, ready: Runtime, ids: list[list[int]]) -> list[tuple[list[int], list[int]]]:
     """(prompt, the target's answer) of each."""
+    from paceline.decode.progress import progress
+
     texts = []
-    for first in range(0, len(ids), TOGETHER):
-        some = ids[first : first + TOGETHER]
-        rows = range(first, first + len(some))
-        out = ready.plain.generate(some, cfg.eval.max_new_tokens, sampler=ready.sampler, eos=ready.stops, rows=rows)
-        texts += list(zip(some, out.tokens, strict=True))
+    with progress("the target's answers", len(ids)) as bar:
+        for first in range(0, len(ids), TOGETHER):
+            some = ids[first : first + TOGETHER]
+            rows = range(first, first + len(some))
+            out = ready.plain.generate(some, cfg.eval.max_new_tokens, sampler=ready.sampler, eos=ready.stops, rows=rows)
+            texts += list(zip(some, out.tokens, strict=True))
+            bar.advance(by=len(some))
     return texts
 
 
@@ -108,6 +112,7 @@ def _proved(
 ) -> dict[Candidate, dict[str, Any]]:
     """Decode with each in turn, `repeats` times: tokens_per_second (median, and of each time), acceptance length."""
     from paceline.decode import Decoder
+    from paceline.decode.progress import progress
     from paceline.scripts.evaluate import Way, measured
 
     def way(candidate: Candidate) -> Way:
@@ -120,10 +125,11 @@ def _proved(
     ids = (ids * -(-rows // len(ids)))[: max(len(ids) // rows, 1) * rows]  # full batches
     ways = {str(candidate): way(candidate) for candidate in candidates}
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(cfg.repeats):
-        batches = list(measured(ways, ids, cfg.eval.max_new_tokens, rows, known=[[] for _ in ids]))
-        for name, rate in rates.items():
-            rate.append(sum(b.tokens(name) for b in batches) / sum(b.seconds[name] for b in batches))
+    with progress("batches, with every tree", cfg.repeats * len(ids) // rows) as bar:
+        for _ in range(cfg.repeats):
+            batches = list(bar.over(measured(ways, ids, cfg.eval.max_new_tokens, rows, known=[[] for _ in ids])))
+            for name, rate in rates.items():
+                rate.append(sum(b.tokens(name) for b in batches) / sum(b.seconds[name] for b in batches))
     lengths = {
         name: sum(b.out[name].report.emitted for b in batches) / max(sum(b.out[name].report.rounds for b in batches), 1)
         for name in ways

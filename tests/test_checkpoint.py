@@ -271,8 +271,9 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(target_folder: Path
         fit(config(whole.parent, target_folder, *TEN))
     assert refusal.value.common  # to all processes: one says it
     for changed, was in (("method.heads=3", 4), ("train.lr=0.1", 0.01), ("seed=1", 0), ("dtype=bfloat16", "float32")):
-        with pytest.raises(Refusal, match=rf"{changed} \(it was {was}\): start afresh"):
+        with pytest.raises(Refusal, match=rf"{changed} \(it was {was}\): start afresh") as refusal:
             fit(config(whole.parent, target_folder, *TEN, "resume=true", changed))
+        assert str(refusal.value).endswith(f": resume={whole}/checkpoints/step-000010 out={whole}-2")
     with pytest.raises(Refusal, match="give out=FOLDER"):
         fit(config(whole.parent, target_folder, *TEN, "resume=true", "out=null"))
     assert contents(whole) == before

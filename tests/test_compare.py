@@ -66,9 +66,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The folders of the jobs that are begun from here on."""
     perform, seen = jobs.perform, []
 
-    def counted(job: jobs.Job, watch: Any) -> str | None:
+    def counted(job: jobs.Job) -> str | None:
         seen.append(str(job.folder.relative_to(job.folder.parents[job.folder.parts[::-1].index("runs") - 1])))
-        return perform(job, watch)
+        return perform(job)
 
     monkeypatch.setattr(compare, "perform", counted)
     return seen
@@ -286,6 +286,10 @@ def test_the_winner_is_named_and_so_is_who_may_be_as_good(tmp_path: Path) -> Non
     assert near.endswith(", but the interval of a overlaps: chance may have decided.")
     none = compare.verdict(cfg, rows(a=(0.9, 0.8, 0.95), b=(0.5, 0.4, 0.6)))
     assert none == "on this machine no drafter gains time at T=0, and a loses least (0.90 (0.80 to 0.95))."
+    level = compare.verdict(cfg, rows(a=(1.05, 0.97, 1.12), b=(0.5, 0.4, 0.6)))
+    assert level == (
+        "on this machine no drafter gains time at T=0 that could be told, and a is nearest to it (1.05 (0.97 to 1.12))."
+    )
     assert compare.verdict(cfg, []) == "Nothing was measured that could be compared."
 
 
@@ -350,27 +354,27 @@ def test_a_job_has_ended_when_it_says_so_or_leaves_its_result(tmp_path: Path) ->
     result = tmp_path / "result"
     words = "import os; os.write(2, b'paceline: no such luck\\nbye'); os._exit(4)"
     good, bad = job(tmp_path / "good", "pass"), job(tmp_path / "bad", words)
-    assert not jobs.ended(good) and jobs.perform(good, lambda: None) is None and jobs.ended(good)
+    assert not jobs.ended(good) and jobs.perform(good) is None and jobs.ended(good)
     assert not jobs.ended(job(tmp_path / "good", "1"))  # asked for something else
-    said = jobs.perform(bad, lambda: None)
+    said = jobs.perform(bad)
     assert said == f"exit code 4: no such luck (all of it: {tmp_path / 'bad' / 'log.txt'})" and not jobs.ended(bad)
     words = (
         "import sys; sys.stderr.write('ValueError: no such luck\\nx.ChildFailedError: \\n====\\n'); raise SystemExit(1)"
     )
-    drawn = jobs.perform(job(tmp_path / "drawn", words), lambda: None)  # as torchrun ends
+    drawn = jobs.perform(job(tmp_path / "drawn", words))  # as torchrun ends
     assert drawn is not None and drawn.startswith("exit code 1: ValueError: no such luck (")
     left = job(tmp_path / "left", f"open({str(result)!r}, 'w').close(); raise SystemExit(1)", result)
-    assert jobs.perform(left, lambda: None) is None and jobs.ended(left)
+    assert jobs.perform(left) is None and jobs.ended(left)
     failed = job(tmp_path / "left", "raise ValueError('a pity')", result)
-    assert "ValueError: a pity" in str(jobs.perform(failed, lambda: None))
+    assert "ValueError: a pity" in str(jobs.perform(failed))
     assert not result.exists() and not jobs.ended(left)  # an old result stands for nothing new
 
 
 def test_the_time_left_is_that_of_jobs_of_the_same_kind() -> None:
     forecast = jobs.Forecast(["training", "training", "decoding", "decoding"], {"training": 300.0})
-    assert str(forecast) == "0 min spent, more than 10 min left"
+    assert str(forecast) == "0 of 4 done, 0 min spent, more than 10 min left"
     forecast.done("training", 120.0)
     forecast.done("decoding", 60.0)
-    assert str(forecast) == "0 min spent, about 3 min left"
+    assert str(forecast) == "2 of 4 done, 0 min spent, about 3 min left"
     forecast.skip("training")
-    assert str(forecast) == "0 min spent, about 1 min left"
+    assert str(forecast) == "3 of 4 done, 0 min spent, about 1 min left"

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from paceline.conf.elsewhere import ELSEWHERE, GIVEN, here
 from paceline.conf.entry import entry, load
 from paceline.conf.schema import TrainConfig
-from paceline.conf.section import validated
+from paceline.conf.section import option_names, validated
 from paceline.models.errors import Refusal
 from paceline.scripts.compare import planned
 
@@ -77,10 +78,14 @@ ALSO_REFUSED = {
     "data.streaming=true": ["data.streaming: read only by data=hub, not by data=self"],
     "target=hf": ["target.path:", "must be given"],
     "target=export": ["target:", "nearest: smollm2"],
+    "target=Qwen/Qwen3-0.6B": ["target:", "nearest: target=hf target.path=Qwen/Qwen3-0.6B"],
+    "data=mine.jsonl": ["data:", "nearest: data=jsonl data.path=mine.jsonl"],
     "target.path=x": ["target.path:", "target=hf"],
     "target.quantize=null": ["target.quantize:", "target=export", "nearest: none"],
     "dtype=float8": ["dtype:", "nearest: float"],
     "--mulirun": ["--mulirun:", "nearest: --multirun"],
+    "--learning-rate": ["--learning-rate: options are given as NAME=VALUE, this one as train.lr=VALUE"],
+    "--seed=1": ["--seed: options are given as NAME=VALUE, this one as seed=VALUE"],
     "--config-name=mdusa": ["mdusa", "nearest: medusa"],
     "heads": ["heads:", "NAME=VALUE"],
 }
@@ -123,6 +128,32 @@ EAGLE_REFUSED = {
 }
 
 
+# Names that options have elsewhere, for programs that have these options, and what is said of them.
+CALLED_ELSEWHERE = {
+    "medusa train.learning_rate": "here it is train.lr",
+    "medusa learning_rate": "here it is train.lr",
+    "medusa train.max_steps": "here it is train.steps",
+    "medusa train.num_train_epochs": "here it is train.epochs",
+    "medusa train.batch_size": "here it is train.batch_tokens (tokens of a step, over all processes)",
+    "medusa train.per_device_train_batch_size": "here it is train.batch_tokens (tokens of a step, over all processes)",
+    "medusa train.warmup_steps": "here it is train.warmup (a share of the steps)",
+    "medusa model": "here it is target.path (with target=hf)",
+    "draft model": "nearest: method.model",  # an option of its own
+    "medusa method.num_heads": "here it is method.heads",
+    "eagle method.num_heads": "here it is method.layer.heads",
+    "medusa method.num_medusa_heads": "here it is method.heads",
+    "medusa method.num_layers": "here it is method.blocks",
+    "draft method.num_layers": "here it is method.target_layers (which of the target's, as [0,1,28,29])",
+    "eagle method.draft_vocab_size": "here it is method.draft_vocab",
+    "evaluate decode.num_speculative_tokens": "here it is decode.depth",
+    "evaluate eval.max_tokens": "here it is eval.max_new_tokens",
+    "evaluate eval.batch_size": "here it is eval.batch",
+    "generate max_tokens": "here it is max_new_tokens",
+    "synthesize max_tokens": "nearest: answer.max_tokens",
+    "synthesize batch_size": "here it is batch",
+}
+
+
 def typed(monkeypatch: pytest.MonkeyPatch, name: str, *words: str, text: tuple[str, ...] = ()) -> list[Any]:
     """The configs that `run` gets when the program NAME is called with these words."""
     got: list[Any] = []
@@ -155,6 +186,28 @@ def test_every_other_mistake_is_one_line_too(option: str, monkeypatch: Any, caps
     line = refusal(monkeypatch, capsys, option)
     for words in ALSO_REFUSED[option]:
         assert words in line, line
+
+
+@pytest.mark.parametrize("words", CALLED_ELSEWHERE)
+def test_an_option_is_known_by_the_name_it_has_elsewhere(words: str, monkeypatch: Any, capsys: Any) -> None:
+    name, option = words.split()
+    line = refusal(monkeypatch, capsys, f"{option}=1", name=name)
+    assert line == f"paceline: {option}: no such option; {CALLED_ELSEWHERE[words]}\n"
+
+
+def test_every_name_from_elsewhere_leads_to_an_option_and_is_none_itself() -> None:
+    there: set[str] = set()
+    for file in CONF.rglob("*.yaml"):
+        group = file.parent.relative_to(CONF).as_posix()
+        if group not in ("accelerate", "comparison", "experiment"):
+            options = option_names(yaml.safe_load(file.read_text()))
+            there |= {group, *(option if group == "." else f"{group}.{option}" for option in options)}
+    there |= {option.replace("method.", "ngram.") for option in there}  # the package that scripts give it
+    assert set(ELSEWHERE) <= there and set(GIVEN) <= set(ELSEWHERE)
+    names = [name for known in ELSEWHERE.values() for name in known]
+    assert there.isdisjoint(names)
+    for name in names:
+        assert here(name, ELSEWHERE), name  # nor is it how an option ends that another name leads to
 
 
 @pytest.mark.parametrize("words", EAGLE_REFUSED)

@@ -4,8 +4,11 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.conf.entry import load
-from paceline.models import formats, hub
+from paceline.models import card, embedded, formats, hub
 from paceline.models.draft_model import DraftOptions
 from paceline.models.drafter import Drafter, Shape, build, options
 from paceline.models.errors import Refusal
@@ -517,10 +520,11 @@ def test_the_card_has_what_was_measured_and_a_line_for_each_engine(tmp_path: Pat
     assert '"method": "eagle3"' in bare and "--speculative-algorithm EAGLE3" in bare
     assert "format=vllm" not in bare and "format=speculators" in bare, "only what needs converting is to be converted"
     found = {"mean_acceptance_length": 2.125, "per_position_acceptance_rate": [0.5, None], "num_drafts": 80}
-    about = {"acceptance": found, "provenance": {"step": 300}}
+    about = {"acceptance": found, "provenance": {"step": 300, "decoded": "3 held-out prompts"}}
     drafter = drafter_of(target, **EAGLE3 | {"fc_bias": True})
     told = (exported(tmp_path / "told", target, drafter, **about) / "README.md").read_text()
-    assert "after 300 optimiser steps, over 80 passes" in told and "| 2.125 |" in told and "| 0.500 - |" in told
+    assert "Decoded on 3 held-out prompts, during training, after 300 optimiser steps, over 80 passes" in told
+    assert "| 2.125 |" in told and "| 0.500 - |" in told
     for heads, says in ((5, False), (3, True)):
         drafter = drafter_of(target, name="medusa", heads=heads)
         told_ = (exported(tmp_path / f"{heads}", target, drafter) / "README.md").read_text()
@@ -529,6 +533,10 @@ def test_the_card_has_what_was_measured_and_a_line_for_each_engine(tmp_path: Pat
     for page in (bare, told, told_):
         assert "```\n```" not in page, "an engine without a command has no block for one"
         assert "`FOLDER` is this folder, `TARGET` the folder or hub id of " in page
+    at_home = card.card(drafter, {"target": {"name": "tiny", "path": None}, "dtype": "float32"})
+    (code,) = re.findall(r'`TARGET` the folder that `python -c "(.*)"` prints\.$', at_home, re.MULTILINE)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == f"{embedded.folder('tiny')}\n", "the target that comes along is where the card says"
     assert "vllm serve TARGET " in bare and "--model-path TARGET " in bare, "a mere name is no path to be served"
 
 

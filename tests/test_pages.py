@@ -131,6 +131,40 @@ def test_text_of_a_model_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert "<script>alert" not in html and "<img" not in html
 
 
+@pytest.fixture
+def said(tmp_path: Path) -> dict[str, Any]:
+    """report.json of an evaluation."""
+    evaluate.run(load("evaluate", *SMALL, "traces=0", f"out={tmp_path}"))
+    return json.loads((tmp_path / "report.json").read_text())
+
+
+def test_a_speed_up_is_called_one_where_its_interval_says_so(said: dict[str, Any]) -> None:
+    for spread, told in (
+        ([1.04, 1.2], "1.10 (1.04 to 1.20) times the speed without a drafter: faster"),
+        (
+            [0.97, 1.12],
+            "1.10 (0.97 to 1.12) times the speed without a drafter: no faster and no slower that could be told",
+        ),
+        ([0.7, 0.99], "1.10 (0.70 to 0.99) times the speed without a drafter: slower"),
+        (None, "1.10 times the speed without a drafter: too few prompts to tell"),
+    ):
+        said["speed"]["speedup"], said["intervals"]["speedup"] = 1.1, spread
+        facts = evaluate._facts(said)
+        assert facts["result"].startswith(f"{told}; ")
+        judgement = told.rpartition(": ")[2].capitalize()
+        assert f"<strong>{judgement}.</strong>" in report_page(said, facts, [], evaluate._meanings())
+    said["speed"]["speedup"] = None
+    assert "without a drafter" not in evaluate._facts(said)["result"]
+
+
+def test_a_target_of_ones_own_is_called_by_its_folder(said: dict[str, Any]) -> None:
+    for name, path, called in (("tiny", "/cache/tiny-1", "tiny"), ("hf", "/models/mine", "/models/mine")):
+        said["target"] |= {"name": name, "path": path}
+        facts = evaluate._facts(said)
+        assert facts["target"].startswith(f"{called}, float32, on ")
+        assert f"<title>ngram for {called}</title>" in report_page(said, facts, [], evaluate._meanings())
+
+
 def test_an_evaluation_without_traces_or_drafter_has_a_page_too(tmp_path: Path) -> None:
     evaluate.run(load("evaluate", *SMALL, "traces=0", f"out={tmp_path}"))
     assert json.loads((tmp_path / "report.json").read_text())["trace"] is None

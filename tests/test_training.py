@@ -104,7 +104,8 @@ def test_the_tiny_target_trains_in_seconds_and_its_folder_explains_itself(
     assert yaml.safe_load((out / "config.yaml").read_text()) == cfg.plain()
     assert [line["step"] for line in metrics(out)] == [1, 5, 6, 10, 12, 12]
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "Mean acceptance length, decoded" in (out / "training.html").read_text()
+    page = (out / "training.html").read_text()
+    assert "Mean acceptance length, decoded" in page and "on 2 held-out prompts" in page
     losses = [line["loss"] for line in steps(out)]
     assert all(last < first for first, last in zip(losses[0], losses[-1], strict=True))
     decoded = {line["step"]: line["mean_acceptance_length"] for line in metrics(out) if "loss" not in line}
@@ -112,9 +113,10 @@ def test_the_tiny_target_trains_in_seconds_and_its_folder_explains_itself(
     # the export is the best of the decodes, the earlier of equals
     assert about["acceptance"]["mean_acceptance_length"] == max(decoded.values())
     assert about["provenance"]["step"] == max(decoded, key=decoded.__getitem__)
+    assert "Decoded on 2 held-out prompts" in (out / "export" / "README.md").read_text()
     assert (about["target"]["quantize"], about["target"]["trust_remote_code"]) == ("none", False)
     shown = capsys.readouterr().out
-    for words in ("supervised tokens:", "⟦supervised", "draft vocabulary 64", "mean acceptance length", "done:"):
+    for words in ("supervised tokens:", "⟦supervised", "draft vocabulary 64", "on 2 held-out prompts", "done:"):
         assert words in shown
     assert "answers of SmolLM2" not in shown
 
@@ -390,14 +392,18 @@ def test_what_a_targets_window_cannot_hold_is_refused_or_left_out_before_the_fir
 
     tokenizer = load_tokenizer(target_folder)
 
-    def prompts(window: int | None, *more: str) -> list[int]:
+    def prompts(window: int | None, *more: str) -> tuple[list[int], str]:
         cfg = config(tmp_path, target_folder, *tree, "eval.max_new_tokens=44", *more)
         data = loop.load(tokenizer, **cfg.data.keywords())
-        return [len(ids) for ids in Yardstick(cfg, tokenizer, data, window).prompts]
+        made = Yardstick(cfg, tokenizer, data, window)
+        return [len(ids) for ids in made.prompts], made.decoded
 
-    assert prompts(None) == [30, 33] and prompts(91) == [30]
+    assert prompts(None) == ([30, 33], "2 held-out prompts") and prompts(91) == ([30], "1 held-out prompt")
     # with nothing held out the bundled ones are asked, here those of at most 102 tokens
-    assert prompts(162, "data.held_out=0.0", "eval.held_out_prompts=9") == [78, 100, 100, 102]
+    assert prompts(162, "data.held_out=0.0", "eval.held_out_prompts=9") == (
+        [78, 100, 100, 102],
+        "4 bundled prompts, for want of held-out ones",
+    )
 
 
 def test_text_with_an_id_that_the_target_has_no_row_for_is_refused(tmp_path: Path, target_folder: Path) -> None:

@@ -20,11 +20,11 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.distributed.tensor import DTensor
 
 from paceline.data.conversations import Dataset, Example, coloured, supervision
 from paceline.decode.pages import training_page
+from paceline.decode.progress import progress
 from paceline.models.drafter import Drafter
 from paceline.models.errors import Refusal
 from paceline.models.export import save_export
@@ -91,7 +91,6 @@ class Record:
         self._tracker: Any = None
         self._tokenizer: Any = None
         self._train: Sequence[Example] = ()
-        self._bar: Progress | None = None
         self._consecutive = 0  # skipped steps, up to now
         self._pending: list[dict[str, Any]] = []  # steps since the last line of metrics.jsonl
 
@@ -115,7 +114,8 @@ class Record:
                 return Refusal(f"out={out} holds a run already: resume=true goes on with it, or give another out")
             different = _first_difference(BEFORE | yaml.safe_load((out / "config.yaml").read_text()), cfg.plain())
             if different:
-                return Refusal(f"{different}: start afresh in another out, the run in out={out} is not like that")
+                refused = f"{different}: start afresh in another out, the run in out={out} is not like that"
+                return Refusal(refused + self._way_on(out))
         elif there := [name for name in ("export", "checkpoints") if (out / name).exists()]:
             return Refusal(f"out={out} holds {there[0]}, which would be replaced, and no run; give another out")
         out.mkdir(parents=True, exist_ok=True)
@@ -124,6 +124,15 @@ class Record:
                 return str(out.absolute())
         except Refusal as refusal:
             return refusal
+
+    def _way_on(self, out: Path) -> str:
+        """What is typed to train on, under other options, from a checkpoint of the run in `out`; empty without one."""
+        given = self.cfg.resume
+        place = Path(given) if isinstance(given, str) else checkpoint.newest(out / "checkpoints")
+        if place is None:
+            return ""
+        free = next(f for f in (out.with_name(f"{out.name}-{number}") for number in count(2)) if not f.exists())
+        return f"; or train on from its weights, if they fit that: resume={place} out={free}"
 
     def resume_from(self) -> Path | None:
         """The checkpoint to go on from; None to start afresh (said, where a resumption was asked for)."""
@@ -208,13 +217,13 @@ class Record:
             if self.cfg.tracker.name == "wandb":
                 self._tracker = _wandb(self.cfg, self.out)
         self._announce(begun, drafter, trunk)
+        most = self.cfg.train.minutes and 60 * self.cfg.train.minutes - self.seconds
         failed = True
         try:
-            yield
+            with progress("step", total, begun, self.console, most) as self._bar:
+                yield
             failed = False
         finally:
-            if self._bar is not None:
-                self._bar.stop()
             if self._tracker is not None:
                 self._tracker.finish(exit_code=int(failed))
         if self.main:
@@ -241,11 +250,6 @@ class Record:
             f"{trunk.original.source}{covered}; "
             f"{self.total - begun} steps of {self.cfg.train.batch_tokens} tokens into {self.out}"
         )
-        if self.console.is_terminal and self.main:
-            columns = ("training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
-            self._task = self._bar.add_task("", total=self.total, completed=begun, note="")
-            self._bar.start()
 
     def step(self, number: int, news: dict[str, Any], rate: float, last: bool) -> None:
         """Take note of an optimiser step: sums and counts, divided when a line is written. The `last` one gets a line.
@@ -271,8 +275,8 @@ class Record:
             nothing = [0] * len(news["loss"])
             news = news | {"loss": nothing, "learnt": nothing, "grad_norm": None}
         self._pending.append(news)
-        every = self.cfg.train.log_every
-        if number % every and not last and number != 1:
+        if number % self.cfg.train.log_every and not last and number != 1:
+            self._bar.advance()
             return
         tokens, seconds = self._seen
         speed = (self.tokens - tokens) / max(self.seconds - seconds, 1e-9)
@@ -295,10 +299,9 @@ class Record:
         self._pending = []
         self._write(line)
         note = f"loss {_short(line['loss'], 2)}  accuracy {_short(line['accuracy'], 3)}  {speed:.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=number, note=note)
-        elif number == 1 or last or number % (every * 10) == 0:
-            self.console.print(f"step {number}/{self.total}  {note}", highlight=False)
+        self._bar.advance(note)
+        if number == 1 or last:
+            self._bar.say()
 
     def _fault(self, examples: list[int]) -> str:
         """Which examples gave a step gradients that are not finite, and how the first of them begins."""
@@ -309,21 +312,21 @@ class Record:
         return f"not finite at examples {', '.join(map(str, examples[:8]))}{more}; the first begins {begins!r}"
 
     def measured(self, number: int, found: Measurement, drafter: Drafter, trunk: Trunk, data: Dataset) -> None:
-        """Take note of a decode of the held-out prompts; the best drafter so far becomes the export."""
+        """Take note of what prompts were decoded to; the best drafter so far becomes the export."""
         length = found.acceptance.mean_acceptance_length
         # where no round was played, which says nothing, the latest is exported
         better = self.best == -math.inf if length is None else length > self.best
-        told: dict[str, Any] = {"step": number, "tokens": self.tokens}
+        told: dict[str, Any] = {"step": number, "tokens": self.tokens, "decoded": found.decoded}
         told |= {} if length is None else {"mean_acceptance_length": length}
         told |= {"held_out_accuracy": found.accuracy, "held_out_text_accuracy": found.text_accuracy}
         drift = {} if found.drift is None else {f"trunk_{name}": value for name, value in found.drift.as_dict().items()}
         self._write(told | drift)
         if length is None:
-            said = "[yellow]no draft was judged, held-out answers end with their first token[/]"
+            said = f"[yellow]no draft was judged: the answers to {found.decoded} end with their first token[/]"
             said += " - the latest, exported" * better
         else:
             said = (
-                f"mean acceptance length [bold]{length:.3f}[/] on held-out prompts "
+                f"mean acceptance length [bold]{length:.3f}[/] on {found.decoded} "
                 f"(accuracy {_short(found.accuracy, 3)}){' - best so far, exported' if better else ''}"
             )
         self.console.print(f"step {number}: {said}", highlight=False)
@@ -355,6 +358,7 @@ class Record:
             provenance={
                 "step": number,
                 "tokens": self.tokens,
+                "decoded": found.decoded,
                 "parameters": sum(p.numel() for group in trunk.groups(drafter) for p in group["params"]),
                 "data": data.provenance,
                 "train": cfg.train.plain(),
@@ -377,7 +381,8 @@ class Record:
                 for k, v in line.items()
                 for i, x in enumerate(v if isinstance(v, list) else [v])
             }
-            self._tracker.log({k: v for k, v in flat.items() if k != "step"}, step=line["step"])
+            numbers = {k: v for k, v in flat.items() if k != "step" and not isinstance(v, str)}
+            self._tracker.log(numbers, step=line["step"])
 
     def _page(self) -> None:
         """The run so far as a page."""

@@ -39,11 +39,13 @@ AT_ONCE = 1 << 16  # tokens that are read or decoded together, padding included:
 
 @dataclass
 class Measurement:
-    """acceptance: of the decoded prompts. accuracy: per depth, top-1 on the target's own text. paths: a static tree.
+    """acceptance: of the prompts that were decoded. accuracy: per depth, top-1 on the target's own text.
 
-    text_accuracy: per depth, top-1 on what the held-out conversations say. drift: where the trunk is trained.
+    decoded: how many prompts, and which, in words. text_accuracy: per depth, top-1 on what the held-out conversations
+    say. paths: a static tree. drift: where the trunk is trained.
     """
 
+    decoded: str
     acceptance: AcceptanceReport
     accuracy: list[float | None]
     text_accuracy: list[float | None]
@@ -68,6 +70,7 @@ class Yardstick:
         chats = [(opening(chat.messages), chat.tools) for chat in data.held_out_conversations]
         known = [ids for ids in (prompt_ids(tokenizer, *chat) for chat in chats) if len(ids) <= cfg.data.max_length]
         asked = [ids for ids in known if len(ids) <= room]
+        kind = "held-out {}" if asked else "bundled {}, for want of held-out ones"
         if not asked:
             known += [prompt_ids(tokenizer, prompt.messages) for prompt in bundled_prompts("bench")]
             asked = [ids for ids in known if len(ids) <= room]
@@ -80,6 +83,7 @@ class Yardstick:
             )
         count = cfg.eval.held_out_prompts
         self.prompts = asked[:count]
+        self.decoded = f"{len(self.prompts)} {kind.format('prompts' if len(self.prompts) > 1 else 'prompt')}"
         self.others = asked[count : count * (1 + GROWING)] or self.prompts
         self.text = _packed(data.held_out[: count * (1 + GROWING)])
         self._answers: tuple[Target, list[tuple[list[int], list[int]]]] | None = None
@@ -100,7 +104,7 @@ class Yardstick:
         _, report = self._decoded(decoder, self.prompts, sampler=sampler)
         text = _ranks(exported, target, self.text, depth)
         moved = None if target is trunk.original else drift(trunk.original, target, answered)
-        return Measurement(report, _accuracy(there), _accuracy(text), [list(p) for p in paths], moved)
+        return Measurement(self.decoded, report, _accuracy(there), _accuracy(text), [list(p) for p in paths], moved)
 
     def _answered(self, target: Target) -> list[tuple[list[int], list[int]]]:
         """(prompt, answer) of the other prompts, as `target` answers them; remembered for the last one asked."""
