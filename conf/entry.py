@@ -45,6 +45,7 @@ _SCHEMAS: dict[str, type[Section]] = {
     "generate": scripts.GenerateConfig,
     "inspect_data": scripts.InspectConfig,
     "joint": scripts.JointConfig,
+    "side_by_side": scripts.SideBySideConfig,
     "synthesize": scripts.SynthesizeConfig,
     "tune": scripts.TuneConfig,
     "watch": scripts.WatchConfig,

@@ -370,6 +370,25 @@ class BenchmarkConfig(Section):
     _options = field_validator("ngram", mode="before")(method_options)
 
 
+class SideBySideConfig(Section):
+    """All of scripts/side_by_side.py."""
+
+    target: Target
+    trainers: Annotated[list[Literal["paceline", "economize", "speculators", "nvidia-modelopt"]], Field(min_length=1)]
+    rates: Annotated[list[Rate], Field(min_length=1)]
+    seeds: Positive
+    tokens: Positive
+    batch_tokens: Positive
+    depths: Positive
+    draft_vocab: Positive
+    warmup: Share
+    minutes: Rate
+    dtype: Dtype
+    eval: Prompts
+    out: Place
+    venvs: Place
+
+
 class InspectConfig(Section):
     """All of scripts/inspect_data.py."""
 

@@ -133,7 +133,7 @@ def _planned(cfg: Any, name: str, row: Any, seed: int, digest: Callable[[Path], 
             target_of(decoding.model_copy(update={"drafter": row.export}), about)
         return Run(name, seed, folder, row.export, None, row.evaluate)
     folder = folder.with_name(f"{folder.name}-seed{seed}")
-    asked = [*_section("target", cfg.target.name, cfg.target), *_section("data", cfg.data.source, cfg.data)]
+    asked = [*as_options("target", cfg.target.name, cfg.target), *as_options("data", cfg.data.source, cfg.data)]
     if cfg.tokens is not None:
         asked += ["train.steps=null", f"train.tokens={cfg.tokens}"]
     asked += [f"train.minutes={quoted(cfg.minutes)}", *cfg.options, *row.options, f"seed={seed}"]
@@ -156,7 +156,7 @@ def _planned(cfg: Any, name: str, row: Any, seed: int, digest: Callable[[Path], 
     return Run(name, seed, folder, str(folder / "export"), job, row.evaluate, length.tokens, length.minutes)
 
 
-def _section(group: str, choice: str, section: Any) -> list[str]:
+def as_options(group: str, choice: str, section: Any) -> list[str]:
     """A section as options of another program: the file of its group, then every value."""
     return [f"{group}={choice}", *(f"{group}.{name}={quoted(value)}" for name, value in section.plain().items())]
 
@@ -164,7 +164,7 @@ def _section(group: str, choice: str, section: Any) -> list[str]:
 def _asked(cfg: Any, own: list[str], temperature: float) -> list[str]:
     """Options of scripts/evaluate.py, save the drafter and where things lie."""
     return [
-        *_section("target", cfg.target.name, cfg.target),
+        *as_options("target", cfg.target.name, cfg.target),
         *(f"eval.{name}={quoted(value)}" for name, value in cfg.eval.plain().items()),
         "hf_baseline=false",
         *cfg.evaluate,
@@ -225,7 +225,7 @@ def perform_all(cfg: Any, runs: list[Run], console: Console) -> None:
     forecast = Forecast(kinds, {"training": 60 * cfg.minutes} if cfg.minutes else {})
     for run in runs:
         if run.training is not None:
-            if fault := _performed(run.training, forecast, console, partial(_read, run)):
+            if fault := performed(run.training, forecast, console, partial(_read, run)):
                 run.notes.append(f"training failed, {fault}")
                 for _ in cfg.temperatures:
                     forecast.skip("decoding")
@@ -235,14 +235,14 @@ def perform_all(cfg: Any, runs: list[Run], console: Console) -> None:
                 run.notes.append(f"{run.minutes:g} minutes were enough for {read:,} of {run.budget:,} tokens")
         for temperature in cfg.temperatures:
             job = _decoding(cfg, run, temperature)
-            if fault := _performed(job, forecast, console):
+            if fault := performed(job, forecast, console):
                 run.notes.append(f"decoding at {_at(temperature)} failed, {fault}")
             else:
                 run.reports[temperature] = json.loads((job.folder / "report.json").read_text(encoding="utf-8"))
                 run.notes += _remarks(temperature, run.reports[temperature])
 
 
-def _performed(job: Job, forecast: Forecast, console: Console, news: Callable[[], str] = str) -> str | None:
+def performed(job: Job, forecast: Forecast, console: Console, news: Callable[[], str] = str) -> str | None:
     """Do a job, unless it has been. None, or why it failed."""
     from paceline.decode.progress import status
 
@@ -376,14 +376,14 @@ def _row(cfg: Any, runs: list[Run]) -> Row:
         for how in [report["setting"] for report in reports][:1]:
             cells[TREE] = Cell("{tree} {nodes}, {depth}".format(**how))
         for name, section, key in ((LENGTH, "acceptance", "mean_acceptance_length"), (SPEED, "speed", "speedup")):
-            cells[f"{name}, {at}"] = _spread([(report[section][key], report["intervals"][key]) for report in reports])
+            cells[f"{name}, {at}"] = spread([(report[section][key], report["intervals"][key]) for report in reports])
         same, compared = sum(e["identical"] or 0 for e in exact), sum(e["compared"] for e in exact)
         if compared:
             cells[f"{SAME}, {at}"] = Cell(f"{same} of {compared}", same / compared)
     decoded = [_curve(lines, "mean_acceptance_length", lambda length: length) for lines in metrics]
     learnt = [_curve(lines, "accuracy", lambda depths: depths[0]) for lines in metrics]
     if HELD_OUT in cells:
-        cells[HELD_OUT] = _spread([(points[-1][1], None) for points in decoded if points])
+        cells[HELD_OUT] = spread([(points[-1][1], None) for points in decoded if points])
     many = cfg.seeds > 1
     return Row(
         runs[0].name,
@@ -420,7 +420,7 @@ def _one(values: list[Any], form: str) -> Cell:
     return Cell(form.format(statistics.mean(known)), statistics.mean(known)) if known else Cell()
 
 
-def _spread(found: list[tuple[float | None, list[float] | None]]) -> Cell:
+def spread(found: list[tuple[float | None, list[float] | None]]) -> Cell:
     """One seed's figure with its own interval; of several their mean, the least and the most."""
     known = [(value, interval) for value, interval in found if value is not None]
     if not known:

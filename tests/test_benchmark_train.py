@@ -11,9 +11,10 @@ import torch
 
 from paceline.conf.entry import load
 from paceline.models.errors import Refusal
-from paceline.scripts import benchmark_train
+from paceline.scripts import trainers
 from paceline.scripts.benchmark import run
-from paceline.scripts.benchmark_train import ADAPTERS, DRAFTERS, PEERS, RECIPES, Texts, useful_flops
+from paceline.scripts.benchmark_train import DRAFTERS, LAYOUTS, draftable, useful_flops
+from paceline.scripts.trainers import ADAPTERS, PEERS, RECIPES, Texts
 
 SMALL = ["target=tiny", "part=train", "steps=1", "compile=false"]
 
@@ -44,7 +45,7 @@ def test_who_cannot_be_installed_or_falls_over_says_why_and_the_others_go_on(
             raise Refusal("peers: speculators: pip install speculators failed (no such version)")
         return Path(sys.executable)  # where economize is not installed
 
-    monkeypatch.setattr(benchmark_train, "python_of", python_of)
+    monkeypatch.setattr(trainers, "python_of", python_of)
     words = "workloads=[eagle3-dense]", "frameworks=[speculators,paceline,economize]"
     found = {row["framework"]: row for row in rows(tmp_path, *words)}
     assert found["paceline"]["tokens_per_second"] > 0
@@ -61,14 +62,15 @@ def test_every_framework_has_an_adapter_for_what_it_trains() -> None:
 @pytest.mark.parametrize("layout", ["dense", "ragged"])
 def test_a_batch_is_2048_tokens_that_can_all_be_drafted(layout: str) -> None:
     texts = Texts(load("benchmark", "target=tiny").target)
-    case = texts.case("eagle3", layout)
-    tokens = case["ids"][case["real"]]
+    batch, case = LAYOUTS[layout](texts), texts.case("eagle3", 1, None)
+    tokens = batch["ids"][batch["real"]]
     # a byte is a token of the tiny target, and no eight conversations in a row are so short
     assert 0 <= len(tokens) - 2048 < (1 if layout == "dense" else 1000)
-    assert torch.isin(tokens, case["vocab_map"]).all()
-    assert (case["supervised"] <= case["real"]).all()
-    assert bool(case["supervised"].all()) == (layout == "dense")
-    assert case["taps"].shape[-1] == 3 * case["last"].shape[-1] == 3 * case["trunk"].shape[-1]
+    assert torch.isin(tokens, draftable(batch["ids"], len(batch["ids"].unique()), 320)).all()
+    assert (batch["supervised"] <= batch["real"]).all()
+    assert bool(batch["supervised"].all()) == (layout == "dense")
+    hidden = case["config"]["hidden_size"]
+    assert [batch[name].shape[-1] for name in ("taps", "trunk", "last")] == [3 * hidden, hidden, hidden]
 
 
 def test_useful_work_is_counted_by_hand_for_a_single_head() -> None:
@@ -80,7 +82,7 @@ def test_useful_work_is_counted_by_hand_for_a_single_head() -> None:
     supervised[0, 3] = False
     case = {"method": "medusa", "depths": 1, "config": config | {"vocab_size": 10}, "vocab_map": None}
     # x[2] and x[4] of the first, x[2] and x[3] of the second: a block of 1 x 1 and a head of 1 x 10
-    assert useful_flops(case | {"real": real, "supervised": supervised}) == 2 * 3 * 4 * (1 + 10)
+    assert useful_flops(case, {"real": real, "supervised": supervised}) == 2 * 3 * 4 * (1 + 10)
 
 
 def test_useful_work_is_counted_by_hand_for_chains_of_three() -> None:

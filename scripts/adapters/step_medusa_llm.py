@@ -1,12 +1,12 @@
 """medusa-llm: Medusa heads by its own trainer's loss, bfloat16 weights."""
 
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from learner import Learner
 from torch import Tensor, nn
 
 # of this program's environment, and built for a newer numpy: transformers imports them where it finds them
@@ -18,34 +18,33 @@ import medusa.model.medusa_model as medusa  # noqa: E402
 from medusa.train.train import CustomizedTrainer  # noqa: E402
 
 
-def build(case: dict[str, Any]) -> Callable[[], Tensor]:
+def build(case: dict[str, Any]) -> Learner:
     medusa.AutoTokenizer = MagicMock()
-    model = medusa.MedusaModel(Given(case), case["depths"], 1)
-    learning = list(model.medusa_head.parameters())
-    optimizer = torch.optim.AdamW(learning, lr=1e-3)  # its `optim`, adamw_torch
-    labels = case["ids"].masked_fill(~case["supervised"], -100)
-    inputs = {"input_ids": case["ids"], "attention_mask": case["real"], "labels": labels}
+    target = Target(case)
+    model = medusa.MedusaModel(target, case["depths"], 1)
+    optimizer = torch.optim.AdamW(model.medusa_head.parameters(), lr=1e-3)  # its `optim`, adamw_torch
     trainer = SimpleNamespace(log=lambda figures: None)
 
-    def step() -> Tensor:
-        loss = CustomizedTrainer.compute_loss(trainer, model, inputs)
-        loss.backward()
-        nn.utils.clip_grad_norm_(learning, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    def given(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        target.last = batch["last"]
+        labels = batch["ids"].masked_fill(~batch["supervised"], -100)
+        return {"input_ids": batch["ids"], "attention_mask": batch["real"], "labels": labels}
 
-    return step
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        return CustomizedTrainer.compute_loss(trainer, model, given)
+
+    return Learner(given, loss, optimizer)
 
 
-class Given(nn.Module):
+class Target(nn.Module):
     """In the place of the target: its output head, and the states its layers would compute."""
 
     dtype, device = torch.bfloat16, torch.device("cpu")
+    last: Tensor
 
     def __init__(self, case: dict[str, Any]):
         super().__init__()
         self.config = None
         self.lm_head = nn.Linear(*case["head"].T.shape, bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(case["head"], requires_grad=False)
-        self.model = lambda **inputs: (case["last"],)
+        self.model = lambda **inputs: (self.last,)

@@ -1,14 +1,16 @@
 """paceline: the step that train/loop.py takes, float32 weights under bfloat16 autocast."""
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from learner import Learner
 from torch import Tensor, nn
 
 from paceline.data.batch import pack
 from paceline.data.rows import Example
-from paceline.models.drafter import Borrowed, Shape
+from paceline.models import formats
+from paceline.models.drafter import Shape
 from paceline.models.drafter import build as build_drafter
 from paceline.models.eagle import EagleOptions
 from paceline.models.layers import LayerOptions
@@ -18,7 +20,7 @@ from paceline.models.target import Head
 from paceline.train.step import TrainStep
 
 
-def build(case: dict[str, Any]) -> Callable[[], Tensor]:
+def build(case: dict[str, Any]) -> Learner:
     config = case["config"]
     layer = LayerOptions(
         heads=config["num_attention_heads"],
@@ -29,6 +31,9 @@ def build(case: dict[str, Any]) -> Callable[[], Tensor]:
         eps=config["rms_norm_eps"],
         rope={"rope_type": "default", "rope_theta": config["rope_theta"]},
         qk_norm=case["method"] == "mtp",
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
     )
     depths, ids = case["depths"], case["vocab_map"]
     if case["method"] == "medusa":
@@ -40,42 +45,45 @@ def build(case: dict[str, Any]) -> Callable[[], Tensor]:
         )  # fmt: skip
     else:
         options = EagleOptions(
-            name="eagle", unroll=depths, draft_vocab=len(ids), taps=tuple(case["taps_at"]), layer=layer
+            name="eagle", unroll=depths, draft_vocab=len(ids), taps=tuple(case["taps_at"]), start="head", layer=layer
         )
-    shape = Shape(config["hidden_size"], config["num_hidden_layers"], config["vocab_size"])
+    shape, target = Shape(config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]), Target(case)
     drafter = build_drafter(options, shape, ids).train()
-    for name, parameter in drafter.named_parameters():
-        if "lm_head" in name:
-            parameter.data.copy_(case["head"] if ids is None else case["head"][ids])
-    head = Head(case["head"]).rows(ids)
-    drafter.borrowed = Borrowed(nn.Embedding.from_pretrained(case["head"]), head)
-
-    # rows packed as the loader packs them, and each token's states with it
-    lengths = case["real"].sum(1).tolist()
-    examples = [
-        Example(row[:n], mask[:n]) for row, mask, n in zip(case["ids"], case["supervised"], lengths, strict=True)
-    ]
-    batch = pack(examples, -(-max(lengths) // 64) * 64)
-    hidden, last = (case["taps"], case["last"]) if case["method"] == "eagle3" else (case["last"], case["last"])
-    hidden, last = (moved(part, batch.document, lengths) for part in (hidden, last))
-
+    drafter.start(target)
+    drafter.borrow(target)
     step = TrainStep(drafter)
     if case["compile"]:
         step.fuse(loss_alone=case["compile"] == "loss")
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    weight = torch.tensor([options.decay**k for k in range(depths)]) / step.counts(batch).learnt
-    learning = list(drafter.parameters())
+    decay, teacher = torch.tensor([options.decay**k for k in range(depths)]), target.head.rows(ids)
 
-    def one() -> Tensor:
+    def given(batch: dict[str, Tensor]) -> tuple[Any, ...]:
+        """Rows packed as the loader packs them, and each token's states with it."""
+        lengths = batch["real"].sum(1).tolist()
+        rows = zip(batch["ids"], batch["supervised"], lengths, strict=True)
+        packed = pack([Example(row[:n], mask[:n]) for row, mask, n in rows], -(-max(lengths) // 64) * 64)
+        hidden = batch["taps"] if case["method"] == "eagle3" else batch["last"]
+        states = (moved(part, packed.document, lengths) for part in (hidden, batch["last"]))
+        return packed, *states, teacher, decay / step.counts(packed).learnt.clamp(min=1)
+
+    def loss(given: tuple[Any, ...]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = step(batch, hidden, last, head, weight).total
-        loss.backward()
-        nn.utils.clip_grad_norm_(learning, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+            return step(*given).total
 
-    return one
+    def save(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        formats.written(drafter, "vllm", {}).save(folder)
+
+    return Learner(given, loss, optimizer, save=save)
+
+
+class Target:
+    """What a drafter begins with, and borrows, of the target."""
+
+    def __init__(self, case: dict[str, Any]):
+        self.head, self.table = Head(case["head"]), case["head"]
+        self.embed = nn.Embedding.from_pretrained(self.table)
+        self.final_norm = lambda: case["norm"]
 
 
 def moved(rows: Tensor, document: Tensor, lengths: list[int]) -> Tensor:

@@ -5,13 +5,13 @@ Its loss is a Triton kernel, so the reference implementation beside it takes its
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # inductor stumbles over what stands in for Triton
 
 import torch
+from learner import Learner
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel  # noqa: F401, what of transformers asks for Triton has to come first
 
@@ -31,7 +31,10 @@ class Reference:
 eagle3.LogSoftmaxLoss = Reference
 
 
-def build(case: dict[str, Any]) -> Callable[[], Tensor]:
+SHIFTED = ("ids", "supervised", "last")
+
+
+def build(case: dict[str, Any]) -> Learner:
     config = LlamaConfig(**case["config"], draft_vocab_size=len(case["vocab_map"]))
     config.pad_token_id, config.norm_output = None, True
     drafter = LlamaForCausalLMEagle3(config, attention_backend="sdpa").to(torch.bfloat16)
@@ -41,24 +44,33 @@ def build(case: dict[str, Any]) -> Callable[[], Tensor]:
     drafter.d2t.copy_(case["vocab_map"] - torch.arange(len(case["vocab_map"])))
     drafter.t2d.zero_()[case["vocab_map"]] = True
     model = eagle3.OnlineEagle3Model(drafter, length=case["depths"]).train()
-    optimizer = BF16Optimizer(model, lr=1e-4)
-    # what predicts is the row before: the states of t with the token at t + 1, as its own data loader shifts them
-    shifted = [torch.cat([part[:, 1:], torch.zeros_like(part[:, :1])], 1) for part in (case["ids"], case["last"])]
-    counted = torch.cat([case["supervised"][:, 1:], torch.zeros_like(case["supervised"][:, :1])], 1)
 
-    def step() -> Tensor:
-        losses, *_ = model(
-            input_ids=shifted[0],
-            attention_mask=case["real"],
-            loss_mask=counted[..., None].int(),
-            target=None,
-            hidden_states=case["taps"],
-            target_hidden_for_compact=shifted[1],
-            target_head_weight=case["head"],
-        )
-        loss = sum(0.8**k * part for k, part in enumerate(losses))
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+    def given(batch: dict[str, Tensor]) -> dict[str, Any]:
+        # what predicts is the row before: the states of t with the token at t + 1, as its own data loader shifts them
+        shifted = {name: torch.cat([batch[name][:, 1:], torch.zeros_like(batch[name][:, :1])], 1) for name in SHIFTED}
+        return {
+            "input_ids": shifted["ids"],
+            "attention_mask": batch["real"],
+            "loss_mask": shifted["supervised"][..., None].int(),
+            "target": None,
+            "hidden_states": batch["taps"],
+            "target_hidden_for_compact": shifted["last"],
+            "target_head_weight": case["head"],
+        }
 
-    return step
+    def loss(given: dict[str, Any]) -> Tensor:
+        losses, *_ = model(**given)
+        return sum(0.8**k * part for k, part in enumerate(losses))
+
+    return Learner(given, loss, Optimizer(model, lr=1e-4))
+
+
+class Optimizer(BF16Optimizer):
+    """Its own, whose step clips the gradients, and forgets them, by itself."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups  # of the float32 masters
+
+    def zero_grad(self) -> None:
+        pass

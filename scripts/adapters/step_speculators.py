@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from learner import Learner
 from speculators import SpeculatorsConfig
 from speculators.config import VerifierConfig
 from speculators.losses import resolve_loss_config
@@ -14,26 +15,22 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
+Given = Callable[[dict[str, Tensor]], dict[str, Any]]
 
-def build(case: dict[str, Any]) -> Callable[[], Tensor]:
-    model, inputs = (eagle3 if case["method"] == "eagle3" else mtp)(case)
+
+def build(case: dict[str, Any]) -> Learner:
+    model, given = (eagle3 if case["method"] == "eagle3" else mtp)(case)
     model.train()
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=1e-4)
 
-    def step() -> Tensor:
+    def loss(given: dict[str, Any]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            _, loss, _ = model(**inputs)
-        loss.backward()
-        nn.utils.clip_grad_norm_(learning, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+            return model(**given)[1]
 
-    return step
+    return Learner(given, loss, torch.optim.AdamW(learning, lr=1e-4), save=model.save_pretrained)
 
 
-def eagle3(case: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def eagle3(case: dict[str, Any]) -> tuple[nn.Module, Given]:
     layer = LlamaConfig(**case["config"] | {"num_hidden_layers": 1})
     layer._attn_implementation = "sdpa"  # flex attention, the usual one, has no backward pass on a CPU
     config = Eagle3SpeculatorConfig(
@@ -50,24 +47,29 @@ def eagle3(case: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     model.verifier_norm.weight.data.copy_(case["norm"])
     for head in (model.lm_head, model.verifier_lm_head):
         head.weight.data.copy_(case["head"][ids])
-    # its data loader shifts each document by one, and lays one behind the other
-    lengths = case["real"].sum(1).tolist()
-    whole = {"input_ids": (case["ids"], 1), "hidden_states": (case["taps"], 0), "loss_mask": (case["supervised"], 1)}
-    whole["verifier_last_hidden_states"] = (case["trunk"], 1)
-    inputs = {
-        name: torch.cat([row[first : first + length - 1] for row, length in zip(part, lengths, strict=True)])[None]
-        for name, (part, first) in whole.items()
-    }
-    inputs["hidden_states"] = inputs["hidden_states"].float()
-    inputs["verifier_last_hidden_states"] = inputs["verifier_last_hidden_states"].float()
-    inputs["document_ids"] = torch.cat([torch.full((length - 1,), d) for d, length in enumerate(lengths)])[None]
-    inputs["position_ids"] = torch.cat([torch.arange(1, length) for length in lengths])[None]
     # Triton's `fused`, the usual one, is for GPUs
-    inputs |= {"ttt_steps": case["depths"], "loss_config": resolve_loss_config("kl_div", "eager")}
-    return model, inputs
+    always = {"ttt_steps": case["depths"], "loss_config": resolve_loss_config("kl_div", "eager")}
+
+    def given(batch: dict[str, Tensor]) -> dict[str, Any]:
+        """Its data loader shifts each document by one, and lays one behind the other."""
+        lengths = batch["real"].sum(1).tolist()
+
+        def laid(rows: Tensor, first: int) -> Tensor:
+            return torch.cat([row[first : first + n - 1] for row, n in zip(rows, lengths, strict=True)])[None]
+
+        return always | {
+            "input_ids": laid(batch["ids"], 1),
+            "hidden_states": laid(batch["taps"], 0).float(),
+            "loss_mask": laid(batch["supervised"], 1),
+            "verifier_last_hidden_states": laid(batch["trunk"], 1).float(),
+            "document_ids": torch.cat([torch.full((n - 1,), d) for d, n in enumerate(lengths)])[None],
+            "position_ids": torch.cat([torch.arange(1, n) for n in lengths])[None],
+        }
+
+    return model, given
 
 
-def mtp(case: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def mtp(case: dict[str, Any]) -> tuple[nn.Module, Given]:
     """Its only layers are Qwen3's: one of the same size, with the norms over q and k that ours has here too."""
     layer = Qwen3Config(**case["config"] | {"num_hidden_layers": 1})
     layer._attn_implementation = "sdpa"
@@ -76,10 +78,14 @@ def mtp(case: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     model.embed_tokens.weight.data.copy_(case["head"])
     model.lm_head.weight.data.copy_(case["head"])
     del model.verifier_lm_head  # as its loading does
-    inputs = {"input_ids": case["ids"], "hidden_states": case["last"].float(), "loss_mask": case["supervised"].long()}
-    if not bool(case["real"].all()):
-        inputs["attention_mask"] = case["real"].long()
-    return model, inputs | {"step_weights": compute_step_weights(beta=0.6, num_steps=case["depths"])}
+    weights = compute_step_weights(beta=0.6, num_steps=case["depths"])
+
+    def given(batch: dict[str, Tensor]) -> dict[str, Any]:
+        rows = {"input_ids": batch["ids"], "hidden_states": batch["last"].float(), "step_weights": weights}
+        rows["loss_mask"] = batch["supervised"].long()
+        return rows if bool(batch["real"].all()) else rows | {"attention_mask": batch["real"].long()}
+
+    return model, given
 
 
 def described(algorithm: str, depths: int) -> SpeculatorsConfig:
