@@ -105,8 +105,8 @@ def prepared(cfg: Any) -> Given:
     import torch
 
     from paceline.data.conversations import draft_vocabulary
-    from paceline.scripts.decoding import write_json
     from paceline.decode.progress import progress
+    from paceline.scripts.decoding import write_json
 
     folder = Path(cfg.out) / "given"
     file, names = folder / "given.json", ("target", "tokens", "batch_tokens", "depths", "draft_vocab", "warmup")
@@ -169,8 +169,8 @@ def _train(cfg: Any, one: Run, given: Given) -> str | None:
     """None, or in one line why it failed."""
     import torch
 
-    from paceline.scripts.decoding import write_json
     from paceline.decode.progress import progress
+    from paceline.scripts.decoding import write_json
 
     shutil.rmtree(one.folder, ignore_errors=True)
     one.folder.mkdir(parents=True)
