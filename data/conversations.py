@@ -10,7 +10,7 @@ import hashlib
 import json
 import tempfile
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
@@ -293,6 +293,7 @@ def load(
     parts: Sequence[Mapping[str, Any]] = (),
     template: str | Path | None = None,
     cache: str | Path | None = None,
+    watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Dataset:
     """Read `source` (self | jsonl | parquet | text | hub, or the `parts` of a mixture), encode it, and set a share
     `held_out` of it aside.
@@ -302,6 +303,7 @@ def load(
     held out is chosen by a hash of the first user turn: order and limit never move a conversation into training.
     Rows are written to the folder `cache` under a name made of everything that changes them, and found there the next
     time; without it, to a folder that goes with the Dataset. Either way memory does not grow with the data.
+    What is encoded passes through `watch`, conversation by conversation: it may count them.
     Raises BadData, also when nothing would be supervised, or a folder cannot be written.
     """
     sources = [Source(**p) for p in parts] if source == "mixture" else [Source(source, path, split, streaming)]
@@ -314,7 +316,7 @@ def load(
 
     def made(folder: Path) -> dict[str, Any]:
         usable = islice(records, limit)
-        rows = encode_all(tokenizer, usable, max_length, unsupervised, template)
+        rows = watch(encode_all(tokenizer, usable, max_length, unsupervised, template))
         about = _written(rows, folder, tokenizer, where, skipped, unsupervised, settings)
         provenance = {"source": source, "path": path, "split": split, **about["provenance"]}
         if source == "mixture":

@@ -79,8 +79,9 @@ def progress(
     console = console or Console(stderr=True)
     bar = Bar(console, what, total, done, most)
     if console.is_terminal and not console.quiet:
-        with Live(get_renderable=bar.drawn, console=console):
+        with Live(get_renderable=bar.drawn, console=console) as screen:
             yield bar
+            screen.transient = bar.count == done  # there was nothing to do
     else:
         with _now_and_then(EVERY, bar.say):
             yield bar

@@ -30,12 +30,14 @@ def run(cfg: Any) -> None:
 
     # processes that share the work need not speak to each other: each has its part of the data
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    beside = Console(stderr=True, quiet=rank > 0)  # where progress is shown
     device = device_of(cfg.target.device)
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
     asked, place = cfg.target, Path(cfg.data.features_in)
     where = folder(asked.name, asked.path)
     tokenizer = load_tokenizer(where, asked.trust_remote_code)
-    data = load(tokenizer, **cfg.data.keywords())
+    with progress("conversations", cfg.data.limit, console=beside) as bar:
+        data = load(tokenizer, **cfg.data.keywords(), watch=bar.over)
     target = Target.load(where, cfg.dtype, device, known_ids(tokenizer), asked.quantize, asked.trust_remote_code)
     target.check_texts(max(lengths(data.train)), highest(data.train))
     taps = (warm_start(cfg.method, target)[0] if cfg.method.init_from else cfg.method.fitted(target)).taps
@@ -66,7 +68,7 @@ def run(cfg: Any) -> None:
         return target(batch.ids, taps, documents=batch.document, positions=batch.positions)
 
     features = Features(say, taps, shards)
-    with progress("tokens", tokens, console=Console(stderr=True, quiet=rank > 0)) as bar:
+    with progress("tokens", tokens, console=beside) as bar:
         for part in todo:
             features.of(loader.packed(part).to(target.device))
             bar.advance(by=sum(sizes[i] for i in part))

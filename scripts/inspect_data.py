@@ -27,11 +27,13 @@ def run(cfg: Any) -> None:
     from rich.console import Console
 
     from paceline.data.conversations import coloured, known_ids, load, load_tokenizer
+    from paceline.decode.progress import progress
     from paceline.models.embedded import folder
     from paceline.scripts.decoding import write_json
 
     tokenizer = load_tokenizer(folder(cfg.target.name, cfg.target.path), cfg.target.trust_remote_code)
-    data = load(tokenizer, **cfg.data.keywords())
+    with progress("conversations", cfg.data.limit) as bar:
+        data = load(tokenizer, **cfg.data.keywords(), watch=bar.over)
     about, sizes = measured(data, known_ids(tokenizer))
     out, console = Path(cfg.out), Console(soft_wrap=True, highlight=False)
     out.mkdir(parents=True, exist_ok=True)

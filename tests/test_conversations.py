@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,21 @@ def test_unfinished_record_is_read_as_such(tokenizer: Any, tmp_path: Path) -> No
     file = jsonl(tmp_path, GOOD | {"finished": False}, GOOD | {"finished": True}, GOOD)
     rows = load(tokenizer, "jsonl", file, held_out=0).train
     assert [learnt(tokenizer, row) for row in rows] == [["b"], ["b<|im_end|>"], ["b<|im_end|>"]]
+
+
+def test_conversations_can_be_counted_while_they_are_encoded(tokenizer: Any, tmp_path: Path) -> None:
+    seen = []
+
+    def watch(encoded: Iterable[Any]) -> Iterator[Any]:
+        for one in encoded:
+            yield one
+            seen.append(one)
+
+    file = jsonl(tmp_path, *[GOOD] * 3)
+    for made in (3, 0):  # then they are there already
+        rows = load(tokenizer, "jsonl", file, held_out=0, cache=tmp_path / "cache", watch=watch).train
+        assert len(rows) == 3 and len(seen) == made
+        seen.clear()
 
 
 def test_control_tokens_inside_a_reply_do_not_end_it(tokenizer: Any) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from paceline.data.batch import Batch, Loader
 from paceline.data.conversations import Dataset, draft_vocabulary, known_ids, load, load_tokenizer, stop_ids
 from paceline.data.rows import highest, lengths
+from paceline.decode.progress import progress
 from paceline.models.drafter import Drafter, Shape, build
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
@@ -58,7 +59,8 @@ def fit(cfg: Any) -> None:
     where = folder(cfg.target.name, cfg.target.path)
     tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
     cfg.method.check_tokenizer(tokenizer)
-    data = load(tokenizer, **cfg.data.keywords())
+    with progress("conversations", cfg.data.limit, console=record.console) as bar:
+        data = load(tokenizer, **cfg.data.keywords(), watch=bar.over)
     record.show_data(data, tokenizer)
 
     device, ids = str(accelerator.device), known_ids(tokenizer)
