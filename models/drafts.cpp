@@ -12,6 +12,7 @@
 
 #include "passes.cpp"
 
+#ifdef PACELINE_TILES
 // What a draft step is made of beside its decoder layer. table [V, H]: embeddings. fuse: null, and the layer reads the
 // embedding beside the feature, or the weights that make x of [embedding, feature], each normed where there is a weight.
 // norm [H] or null: of what the layer returns, before the output head reads it; normed: it is also what is handed on.
@@ -36,7 +37,6 @@ struct Given {
 
 enum { NO_NUMBERS = 0, GROWN = 1, NO_ROOM = -1 };  // logits were none; all is well; the cache is too small
 
-#ifdef PACELINE_TILES
 static char *kept(long bytes) {  // of this thread, as large as was ever asked for
     static thread_local char *mine = nullptr;
     static thread_local long have = 0;

@@ -325,9 +325,9 @@ struct Layer {
 };
 
 // A pass through decoder layers of Llama's make; x [B, N, H] becomes what the last of them returns. The rest as in
-// `attend`, keys and values as in TiledPass; beside: null, or [B, N, H] whose norm, by the layer's own weight, is read before that of x. before: null,
-// where x is read as it is. tap: null, or where the layer's input goes. work: room for B * N * (H, twice with `beside`,
-// + (2 Q + 2 S) * D + inner) numbers.
+// `attend`, keys and values as in TiledPass; beside: null, or [B, N, H] whose norm, by the layer's own weight, is read
+// before that of x. before: null, where x is read as it is. tap: null, or where the layer's input goes. work: room for
+// B * N * (H, twice with `beside`, + (2 Q + 2 S) * D + inner) numbers.
 extern "C" void layers(
     bf16 *x, const bf16 *beside, const Layer *table, bf16 *work, const int64_t *length, const uint8_t *related,
     const float *cosine, const float *sine, const int64_t *turn_of, long L, long B, long N, long M, long H, long inner,

@@ -1,5 +1,11 @@
 """Packed weights are the same layers: same answers, same gradients to what is read, the weights untouched."""
 
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +22,7 @@ from paceline.models import target as targets
 from paceline.models.cache import Cache
 from paceline.models.embedded import folder
 from paceline.models.errors import Refusal
-from paceline.models.kernels import Library, kernels
+from paceline.models.kernels import FLAGS, SIGNATURES, SOURCES, Library, kernels
 from paceline.models.layers import GatedMLP, LayerOptions
 from paceline.models.packed import Packed, PackedLayer, PackedTrunk, pack_weights, packable, unpack_weights
 from paceline.models.target import Target
@@ -223,6 +229,18 @@ def half_target(family: str, layers: int = 3, **options: Any) -> Target:
     target = Target(model_of(family, **sizes | options).bfloat16())
     pack_weights(target.model)
     return target
+
+
+@compiled
+def test_a_processor_without_tiles_has_all_the_functions_too(tmp_path: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "g++", "clang++"))))
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("no other processor here has tiles")
+    built = tmp_path / "kernels.so"
+    flags = [flag for flag in FLAGS if flag != "-O3"]
+    subprocess.run([compiler, *flags, "-mno-amx-bf16", SOURCES[0], "-o", built], check=True, capture_output=True)
+    library = ctypes.CDLL(str(built))
+    assert library.tiles() == 0 and all(hasattr(library, name) for name in SIGNATURES)
 
 
 @compiled
