@@ -90,13 +90,13 @@ def test_useful_work_is_counted_by_hand_for_chains_of_three() -> None:
         ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"), 1
     )
     real = torch.tensor([[True] * 5 + [False] * 2])
-    case = {"method": "eagle3", "depths": 3, "config": config | {"vocab_size": 10}, "vocab_map": None, "real": real}
+    case = {"method": "eagle3", "depths": 3, "config": config | {"vocab_size": 10}, "vocab_map": None}
     supervised = real & (torch.arange(7) == 4)
     # all five rows at depth 0, for t = 0 and 1 at depth 1, for t = 0 at depth 2; each sees t + 1 + k
     layer, scores = 8 * (2 * 3 + 1 + 3), 15 + (2 + 3) + 3
     head = 3 * 10
     assert (
-        useful_flops(case | {"supervised": supervised})
+        useful_flops(case, {"real": real, "supervised": supervised})
         == 2 * 3 * (layer + 2 * scores + 5 * 3 + head) + 2 * 10  # and the teacher's logits
     )
 

@@ -339,7 +339,7 @@ def test_sections_reach_the_processes_as_they_are(tmp_path: Path) -> None:
     (odd / "a.jsonl").touch()
     part = f"{{source: jsonl, path: {quoted(str(odd / 'a.jsonl'))}, weight: 2.5}}"
     cfg = config(tmp_path, "data=mixture", f"data.parts=[{part}]", "data.held_out=0.1", "target.device=cpu")
-    words = [*compare._section("data", "mixture", cfg.data), *compare._section("target", "tiny", cfg.target)]
+    words = [*compare.as_options("data", "mixture", cfg.data), *compare.as_options("target", "tiny", cfg.target)]
     trained = load("medusa", *words)
     assert (trained.data, trained.target) == (cfg.data, cfg.target)
     assert trained.data.parts[0].path == str(odd / "a.jsonl")
