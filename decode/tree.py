@@ -568,7 +568,9 @@ def _subset(tree: DraftTree, kept: Tensor) -> DraftTree:
 
 def _without_dead(tree: DraftTree, allowed: Sequence[int] | None) -> DraftTree:
     """Drop nodes that the drafter gave no probability, and those deeper than a row may still emit."""
-    kept = tree.logp > -torch.inf
+    kept = None
     if allowed is not None and min(allowed) < tree.tokens.shape[1] - 1:
-        kept = kept & (tree.depth <= torch.tensor(allowed, device=kept.device)[:, None])
-    return tree if bool(kept.all()) else _subset(tree, kept)
+        kept = tree.depth <= torch.tensor(allowed, device=tree.tokens.device)[:, None]
+    if tree.logp.min().item() == -torch.inf:  # rarely, and not worth more than one question each round
+        kept = (tree.logp > -torch.inf) & (kept is None or kept)
+    return tree if kept is None or bool(kept.all()) else _subset(tree, kept)

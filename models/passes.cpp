@@ -24,21 +24,86 @@ class Rows {
         uint16_t bytes[16];
         uint8_t rows[16];
     };
-    long upper_ = 0, lower_ = 0;
+    uint8_t now_[8] = {};
 
   public:
-    void set(long upper, long lower) {
-        if (upper == upper_ && lower == lower_) return;
-        upper_ = upper, lower_ = lower;
+    void set(const uint8_t (&rows)[8]) {
+        if (!memcmp(now_, rows, 8)) return;
+        memcpy(now_, rows, 8);
         Form form = {};
         form.palette = 1;
-        long rows[8] = {upper, upper, lower, lower, upper, lower, TILE, TILE};  // sums, x, weights
         for (long tile = 0; tile < 8; tile++) form.rows[tile] = rows[tile], form.bytes[tile] = rows[tile] ? 64 : 0;
         asm volatile("" ::: "memory");  // the intrinsics do not say what they read
         _tile_loadconfig(&form);
     }
+    void whole() { set({TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE}); }
     ~Rows() { _tile_release(); }
 };
+
+static inline void ask(const bf16 *weights) {  // for those of a step
+    for (long line = 0; line < 2 * TILED; line += 32) __builtin_prefetch(weights + line, 0, 3);
+}
+
+// Rows `first` to `first + many`, at most two tiles, times a pair.
+template <typename Finish>
+static void one(
+    Rows &form, const bf16 *x, long first, long many, long in, const bf16 *weights, long pair, const Finish &finish) {
+    alignas(64) float sums[4][TILE * TILE];
+    const long wide = in * sizeof(bf16);
+    const uint8_t upper = many < TILE ? many : TILE, lower = many - upper;
+    const bf16 *w = weights + pair * in * 2 * TILE;
+    x += first * in;
+    form.set({upper, upper, lower, lower, upper, lower, TILE, TILE});  // sums, x, weights
+    asm volatile("" ::: "memory");
+    _tile_zero(0); _tile_zero(1);
+    if (lower) {
+        _tile_zero(2); _tile_zero(3);
+        for (long i = 0; i < in; i += DEEP, w += 2 * TILED) {
+            ask(w + 2 * TILED);
+            _tile_loadd(4, x + i, wide); _tile_loadd(5, x + TILE * in + i, wide);
+            _tile_loadd(6, w, 64); _tile_loadd(7, w + TILED, 64);
+            _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, sums[2], 64); _tile_stored(3, sums[3], 64);
+    } else
+        for (long i = 0; i < in; i += DEEP, w += 2 * TILED) {
+            ask(w + 2 * TILED);
+            _tile_loadd(4, x + i, wide);
+            _tile_loadd(6, w, 64); _tile_loadd(7, w + TILED, 64);
+            _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
+        }
+    _tile_stored(0, sums[0], 64); _tile_stored(1, sums[1], 64);
+    for (long r = 0; r < many; r++) {
+        const float *mine = sums[r / TILE * 2] + r % TILE * TILE;
+        finish(first + r, pair, *(const vec *)mine, *(const vec *)(mine + TILE * TILE));
+    }
+}
+
+// Rows of one tile times three pairs, `apart` from each other: the rows are loaded once for the three, and weights that
+// are asked for at three places come sooner than at one.
+template <typename Finish>
+static void three(
+    Rows &form, const bf16 *x, long rows, long in, const bf16 *weights, long pair, long apart, const Finish &finish) {
+    alignas(64) float sums[6][TILE * TILE];
+    const long wide = in * sizeof(bf16), on = in * 2 * TILE;
+    const bf16 *u = weights + pair * on, *v = u + apart * on, *w = v + apart * on;
+    const uint8_t r = rows;
+    form.set({r, r, r, r, r, r, r, TILE});  // sums, x, weights
+    asm volatile("" ::: "memory");
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); _tile_zero(4); _tile_zero(5);
+    for (long i = 0; i < in; i += DEEP, u += 2 * TILED, v += 2 * TILED, w += 2 * TILED) {
+        ask(u + 2 * TILED); ask(v + 2 * TILED); ask(w + 2 * TILED);
+        _tile_loadd(6, x + i, wide);
+        _tile_loadd(7, u, 64); _tile_dpbf16ps(0, 6, 7); _tile_loadd(7, u + TILED, 64); _tile_dpbf16ps(1, 6, 7);
+        _tile_loadd(7, v, 64); _tile_dpbf16ps(2, 6, 7); _tile_loadd(7, v + TILED, 64); _tile_dpbf16ps(3, 6, 7);
+        _tile_loadd(7, w, 64); _tile_dpbf16ps(4, 6, 7); _tile_loadd(7, w + TILED, 64); _tile_dpbf16ps(5, 6, 7);
+    }
+    _tile_stored(0, sums[0], 64); _tile_stored(1, sums[1], 64); _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64); _tile_stored(4, sums[4], 64); _tile_stored(5, sums[5], 64);
+    for (long of = 0; of < 3; of++, pair += apart)
+        for (long r = 0; r < rows; r++)
+            finish(r, pair, *(const vec *)(sums[2 * of] + r * TILE), *(const vec *)(sums[2 * of + 1] + r * TILE));
+}
 
 // This thread's share of x [rows, in] times the weights; `finish(row, pair, first, second)` is handed sixteen sums each
 // of the two columns of tiles that a pair is.
@@ -46,38 +111,16 @@ class Rows {
 //     weights [pairs, in / DEEP, 2, DEEP / 2, TILE, 2]
 template <typename Finish>
 static void product(const bf16 *x, long rows, long in, const bf16 *weights, long pairs, const Finish &finish) {
-    long threads = omp_get_num_threads(), thread = omp_get_thread_num(), wide = in * sizeof(bf16);
+    long threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    long pair = pairs * thread / threads, end = pairs * (thread + 1) / threads, apart = (end - pair) / 3;
     Rows form;
-    for (long pair = pairs * thread / threads; pair < pairs * (thread + 1) / threads; pair++)
-        for (long first = 0; first < rows; first += 2 * TILE) {
-            alignas(64) float sums[4][TILE * TILE];
-            long many = rows - first < 2 * TILE ? rows - first : 2 * TILE, upper = many < TILE ? many : TILE;
-            const bf16 *w = weights + pair * in * 2 * TILE, *some = x + first * in;
-            form.set(upper, many - upper);
-            asm volatile("" ::: "memory");
-            _tile_zero(0); _tile_zero(1);
-            if (many > TILE) {
-                _tile_zero(2); _tile_zero(3);
-                for (long i = 0; i < in; i += DEEP, w += 2 * TILED) {
-                    for (long line = 0; line < 2 * TILED; line += 32) __builtin_prefetch(w + 2 * TILED + line, 0, 3);
-                    _tile_loadd(4, some + i, wide); _tile_loadd(5, some + TILE * in + i, wide);
-                    _tile_loadd(6, w, 64); _tile_loadd(7, w + TILED, 64);
-                    _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
-                }
-                _tile_stored(2, sums[2], 64); _tile_stored(3, sums[3], 64);
-            } else
-                for (long i = 0; i < in; i += DEEP, w += 2 * TILED) {
-                    for (long line = 0; line < 2 * TILED; line += 32) __builtin_prefetch(w + 2 * TILED + line, 0, 3);
-                    _tile_loadd(4, some + i, wide);
-                    _tile_loadd(6, w, 64); _tile_loadd(7, w + TILED, 64);
-                    _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
-                }
-            _tile_stored(0, sums[0], 64); _tile_stored(1, sums[1], 64);
-            for (long r = 0; r < many; r++) {
-                const float *mine = sums[r / TILE * 2] + r % TILE * TILE;
-                finish(first + r, pair, *(const vec *)mine, *(const vec *)(mine + TILE * TILE));
-            }
-        }
+    if (0 < rows && rows <= TILE) {
+        for (long upto = pair + apart; pair < upto; pair++) three(form, x, rows, in, weights, pair, apart, finish);
+        pair += 2 * apart;
+    }
+    for (; pair < end; pair++)
+        for (long first = 0; first < rows; first += 2 * TILE)
+            one(form, x, first, rows - first < 2 * TILE ? rows - first : 2 * TILE, in, weights, pair, finish);
 }
 
 // Which weights of a product are this thread's.
@@ -175,15 +218,20 @@ struct TiledPass : Nodes {
     long tiles() const { return (rows() + TILE - 1) / TILE; }
     long looks() const { return B * S * tiles(); }
 
-    void write(long task) const {  // of B * S: one head's keys and values
-        long b = task / S, h = task % S, begun = length[b] + M - N;
-        bf16 *key = keys + (task * capacity + begun) * D, *value = values + task * D * capacity + begun;
-        for (long n = 0; n < N; n++, key += D, value++) {
-            const bf16 *row = qkv + ((b * N + n) * (Q + 2 * S) + Q + h) * D;
+    void write(long task) const {  // of 2 * B * S: one head's keys, or its values
+        long head = task / 2, b = head / S, h = head % S, begun = length[b] + M - N;
+        const bf16 *row = qkv + (b * N * (Q + 2 * S) + Q + h) * D, *end = row + N * (Q + 2 * S) * D;
+        if (task % 2) {
+            bf16 *value = values + head * D * capacity + begun;
+            for (row += S * D, end += S * D; row < end; row += (Q + 2 * S) * D, value++)
+                for (long d = 0; d < D; d++) value[d * capacity] = row[d];
+            return;
+        }
+        bf16 *key = keys + (head * capacity + begun) * D;
+        for (long n = 0; n < N; n++, row += (Q + 2 * S) * D, key += D) {
             float turned[WIDEST];
             turn(turned, row, key_norm, eps, cosine + D * turns(b, n), sine + D * turns(b, n), D);
             for (long d = 0; d < D; d += LANES) narrow(key + d, *(vec *)(turned + d));
-            for (long d = 0; d < D; d++) value[d * capacity] = row[S * D + d];
         }
     }
 
@@ -241,12 +289,15 @@ struct TiledPass : Nodes {
             longest = steps[r] > longest ? steps[r] : longest;
         }
         const long blocks = (longest + DEEP - 1) / DEEP;
-        for (long r = 0; r < TILE; r++) {
-            long end = r < many ? steps[r] : straight;
-            for (long i = end; i < blocks * DEEP; i++) scores[i * TILE + r] = -INFINITY;
-        }
+        ints ends;
+        for (long r = 0; r < TILE; r++) ends[r] = r < many ? steps[r] : straight;
         vec top = *(vec *)scores, total[4] = {};
-        for (long i = 1; i < longest; i++) top = most(top, *(vec *)(scores + i * TILE));
+        for (long i = 1; i < straight; i++) top = most(top, *(vec *)(scores + i * TILE));
+        for (long i = straight; i < blocks * DEEP; i++) {
+            vec *at = (vec *)(scores + i * TILE);
+            *at = ends > (int)i ? *at : vec{} - INFINITY;
+            top = most(top, *at);
+        }
         top *= scale;
         for (long i = 0; i < blocks * DEEP; i += 2) {
             bits both = {};
@@ -297,8 +348,14 @@ struct TiledPass : Nodes {
         for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane >= begin && lane < begin + Q / S ? -1 : 0;
         for (long next = lead; at < end; at += DEEP) {
             long filled = straight < at ? 0 : straight - at < DEEP ? straight - at : DEEP;
-            memset(own, 0, DEEP * D * sizeof(bf16));
-            for (long d = 0; d < D; d++) memcpy(own + d * DEEP, value + d * capacity + at, filled * sizeof(bf16));
+            bits there;  // of a line of 32 numbers, the first that are filled
+            for (long pair = 0; pair < LANES; pair++)
+                there[pair] = 2 * pair + 1 < filled ? 0xffffffff : 2 * pair < filled ? 0xffff : 0;
+            for (long d = 0; d < D; d++) {
+                bits line;
+                memcpy(&line, value + d * capacity + at, sizeof line);
+                *(bits *)(own + d * DEEP) = line & there;
+            }
             for (; filled < DEEP && next < M; next++) {
                 if (!mine[next]) continue;
                 for (long d = 0; d < D; d++) own[d * DEEP + filled] = value[d * capacity + length[b] + next];
@@ -352,14 +409,14 @@ extern "C" void layers(
         });
 #pragma omp barrier
 #pragma omp for schedule(static)
-        for (long task = 0; task < B * S; task++) pass.write(task);
+        for (long task = 0; task < 2 * B * S; task++) pass.write(task);
         Ahead ahead = {};
         share(layer->out, (H + 2 * TILE - 1) / (2 * TILE), Q * D, ahead.at[0], ahead.end[0]);
         share(layer->gate_up, inner / TILE, H, ahead.at[1], ahead.end[1]);
         {
             Rows form;
-            form.set(TILE, TILE);
-#pragma omp for schedule(dynamic) nowait
+            form.whole();
+#pragma omp for schedule(static) nowait  // a head's tiles are one thread's, which reads its keys from memory once
             for (long task = 0; task < pass.looks(); task++) pass.see(task, ahead);
         }
 #pragma omp barrier
