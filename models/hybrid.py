@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.models.drafter import Context, Drafter, check_mass, target_ids
+from paceline.models.drafter import Context, Drafter, Levels, Limits, check_mass, target_ids
 from paceline.models.errors import Refusal
 from paceline.models.kernels import topmost
 from paceline.models.ngram import Ngram, NgramOptions, Texts
@@ -67,6 +67,32 @@ class Hybrid(Drafter):
         own, state = self._drafted(own, tokens, depth, ctx)
         return torch.cat([own.float(), behind], -1), torch.cat([state.float(), behind[..., 2:]], -1)
 
+    def unfold(
+        self, feature: Tensor, tokens: Tensor, ctx: Context, levels: Levels, known: int | None
+    ) -> tuple[Tensor, Tensor] | None:
+        alone = self._alone(feature, tokens, levels.depth, ctx)
+        return None if alone is None else self.drafter.unfold(*alone, levels, self._known(known))
+
+    def unfold_dynamic(
+        self, feature: Tensor, tokens: Tensor, ctx: Context, limits: Limits, known: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        alone = self._alone(feature, tokens, limits.depth, ctx)
+        return None if alone is None else self.drafter.unfold_dynamic(*alone, limits, self._known(known))
+
+    def _alone(
+        self, feature: Tensor, tokens: Tensor, depth: int, ctx: Context
+    ) -> tuple[Tensor, Tensor, Context] | None:
+        """What the drafter reads where nothing is copied and the tree is its own; None: something is, or it has too few
+        heads.
+        """
+        self._note(tokens, ctx)
+        if not self._drafts(depth - 1) or any(self.lookup.last_match(text)[0] >= 0 for text in ctx.memory.texts):
+            return None
+        own = feature[..., : -len(NONE)].to(self.drafter.dtype)
+        ahead = max(0, self.drafter.first_row - int(ctx.positions[0, 0]))
+        at = Context(ctx.positions[:, ahead:], ctx.count - ahead, ctx.memory.own)
+        return own[:, ahead:].contiguous(), tokens[:, ahead:], at
+
     def head(self, state: Tensor, depth: int) -> Tensor:
         """[..., V], of which only what the drafter can say and what is copied is possible."""
         own, (length, copied) = state[..., :-2], state[..., -2:].long().unbind(-1)
@@ -88,7 +114,7 @@ class Hybrid(Drafter):
         if not self._drafts(depth):
             return trust.log(), place
         ids = self.drafter.vocab_map
-        known = None if known is None else self.drafter.ids_below(known)
+        known = self._known(known)
         if not bool(trust.any()):
             return self.drafter.likeliest(own, depth, many, known)
         logits = self.drafter.head(own, depth)
@@ -109,6 +135,10 @@ class Hybrid(Drafter):
         logp, order = both.topk(top.shape[-1], dim=-1)
         return logp, torch.cat([drafted, place], -1).gather(-1, order)
 
+    def _known(self, known: int | None) -> int | None:
+        """Of the drafter's ids, those below `known` of the target's."""
+        return None if known is None else self.drafter.ids_below(known)
+
     def _drafts(self, depth: int) -> bool:
         return self.drafter.max_depth is None or depth < self.drafter.max_depth
 
@@ -121,17 +151,23 @@ class Hybrid(Drafter):
         ahead = int(self.drafter.first_row - int(ctx.positions[0, 0])) if depth == 0 else 0
         if ahead > 0:  # row -1, which only the lookup reads
             ctx = Context(ctx.positions[:, ahead:], ctx.count - ahead, ctx.memory)
-            onward, state = self.drafter.step(own[:, ahead:], tokens[:, ahead:], depth, ctx)
+            onward, state = self.drafter.step(own[:, ahead:].contiguous(), tokens[:, ahead:], depth, ctx)
             return tuple(torch.cat([part[:, :1], part], 1) for part in (onward, state))  # type: ignore[return-value]
         return self.drafter.step(own, tokens, depth, ctx)
+
+    def _note(self, tokens: Tensor, ctx: Context) -> None:
+        """Newly verified text, unless it was noted."""
+        ends = (ctx.positions[:, 0] + ctx.count + 1).tolist()
+        for text, words, count, end in zip(ctx.memory.texts, tokens.tolist(), ctx.count.tolist(), ends, strict=True):
+            text.extend(words[len(text) - end + count : count])
 
     def _copied(self, before: list, tokens: Tensor, depth: int, ctx: Context) -> list:
         """[B][N] of what the feature has behind: where the node itself goes on copying."""
         out = []
-        for row, (nodes, words, count) in enumerate(zip(before, tokens.tolist(), ctx.count.tolist(), strict=True)):
-            text = ctx.memory.texts[row]
+        if depth == 0:
+            self._note(tokens, ctx)
+        for text, nodes, words in zip(ctx.memory.texts, before, tokens.tolist(), strict=True):
             if depth == 0:  # newly verified text: the last of the rows matters
-                text.extend(words[:count])
                 at, length = self.lookup.last_match(text)
                 out.append([(at, at, length, text[at]) if at >= 0 else NONE] * len(words))
                 continue

@@ -1,7 +1,7 @@
 """Draft steps with compiled kernels between their products: the same steps, whatever attends, as the layers' own."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from paceline.decode import Decoder, DraftTree, DynamicShape, StaticShape, chain
 from paceline.models import quick
 from paceline.models.drafter import Context, Drafter, Shape, build, options, target_ids
 from paceline.models.errors import Refusal
+from paceline.models.hybrid import Hybrid
 from paceline.models.kernels import MOST, kernels, topmost
 from paceline.models.layers import Attention, GatedMLP, RMSNorm, Rotary
 from paceline.models.packed import pack_weights
@@ -165,8 +166,8 @@ def test_a_static_tree_in_one_call_is_that_of_its_steps(
     target = half_target("qwen3" if qk_norm else "llama", head_dim=32)
     by_steps, at_once = pair(target, **ATTENDING[asked])[1], pair(target, **ATTENDING[asked])[1]
     monkeypatch.setattr(by_steps, "unfold", lambda *_: None)
-    calls, whole = [], at_once.unfold
-    monkeypatch.setattr(at_once, "unfold", lambda *given: calls.append(whole(*given)) or calls[-1])
+    calls: list[Any] = []
+    monkeypatch.setattr(at_once, "unfold", noting(calls, at_once.unfold))
     # deep and narrow, wide; a rank that a draft vocabulary of 40 has not; a parent that is asked for twice
     paths = ((0,), (1,), (41,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 3), (0, 0, 1, 0), (1, 0, 3, 0))
     for shape in (StaticShape(paths), chain(3), StaticShape(((0,), (1,)))):
@@ -190,8 +191,8 @@ def test_a_dynamic_tree_in_one_call_is_that_of_its_steps(
     target = half_target("llama", head_dim=32)
     by_steps, at_once = pair(target, **ATTENDING[asked])[1], pair(target, **ATTENDING[asked])[1]
     monkeypatch.setattr(by_steps, "unfold_dynamic", lambda *_: None)
-    calls, whole = [], at_once.unfold_dynamic
-    monkeypatch.setattr(at_once, "unfold_dynamic", lambda *given: calls.append(whole(*given)) or calls[-1])
+    calls: list[Any] = []
+    monkeypatch.setattr(at_once, "unfold_dynamic", noting(calls, at_once.unfold_dynamic))
     sizes = set()
     for nodes, depth, width in ((9, 3, 3), (30, 4, 6), (64, 2, 45), (6, 1, 8), (100, 3, 4)):
         shape = DynamicShape(nodes, depth, width, *costs)
@@ -204,10 +205,42 @@ def test_a_dynamic_tree_in_one_call_is_that_of_its_steps(
     assert max(map(max, sizes)) > 9 and (not any(costs) or any(len(set(both)) > 1 for both in sizes)), "trees differ"
 
 
+@compiled
+@pytest.mark.parametrize("shape", [chain(3), DynamicShape(9, 3, 3)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("asked", ["eagle3", "eagle3, some ids"])
+@torch.no_grad()
+def test_a_lookup_that_finds_nothing_leaves_the_drafter_its_one_call(
+    asked: str, shape: StaticShape | DynamicShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the trees are those of its steps, whatever is found."""
+    if not getattr(kernels(), "tiled", False):
+        pytest.skip("this machine has no tiles")
+    target, found = half_target("llama", head_dim=32), []
+    for shortest in (1, 3):  # random words: one has occurred before sooner or later, three in a row have not
+        drafter = pair(target, **ATTENDING[asked])[1]
+        calls: list[Any] = []
+        by_steps, at_once = Hybrid(drafter, shortest), Hybrid(drafter, shortest)
+        for name in ("unfold", "unfold_dynamic"):
+            monkeypatch.setattr(by_steps, name, lambda *_: None)
+            monkeypatch.setattr(drafter, name, noting(calls, getattr(drafter, name)))
+        trees = [list(rounds_of(hybrid, target, shape)) for hybrid in (by_steps, at_once)]
+        for slow, fast in zip(*trees, strict=True):
+            for part in ("tokens", "parents", "size", "logp"):
+                assert torch.equal(getattr(slow, part), getattr(fast, part)), part
+        assert all(call is not None for call in calls)
+        found.append(len(calls))
+    assert found[0] < found[1] == 3
+
+
+def noting(calls: list[Any], whole: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, whose answers `calls` holds afterwards."""
+    return lambda *given: calls.append(whole(*given)) or calls[-1]
+
+
 def rounds_of(drafter: Drafter, target: Target, shape: StaticShape | DynamicShape) -> Iterator[DraftTree]:
     """Three rounds of two texts, the second of which is gone in the last."""
     generator = torch.Generator().manual_seed(2)
-    memory, written = drafter.memory(2, 60), torch.zeros(2, dtype=torch.long)
+    memory, written = drafter.memory(2, 60), torch.full((2,), min(0, drafter.first_row))
     for counts in ([9, 5], [1, 3], [2]):
         count = torch.tensor(counts)
         if len(count) < len(written):
