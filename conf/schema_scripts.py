@@ -335,7 +335,7 @@ Framework = Literal["paceline", "nvidia-modelopt", "specforge", "speculators", "
 class BenchmarkConfig(Section):
     """All of scripts/benchmark.py."""
 
-    part: Literal["data", "decode", "passes", "synthesize", "train"]
+    part: Literal["data", "decode", "exact", "passes", "synthesize", "train"]
     out: Place
     target: Target
     conversations: Annotated[int, Field(ge=10)]

@@ -2,6 +2,7 @@
 
     python scripts/benchmark.py data
     python scripts/benchmark.py decode
+    python scripts/benchmark.py exact
     python scripts/benchmark.py passes
     python scripts/benchmark.py synthesize
     python scripts/benchmark.py train
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.conf.entry import entry
-from paceline.scripts.benchmark_decode import decode
+from paceline.scripts.benchmark_decode import decode, exact
 from paceline.scripts.benchmark_passes import passes
 from paceline.scripts.benchmark_synthesize import synthesize
 from paceline.scripts.benchmark_train import train
@@ -115,6 +116,7 @@ class Memory:
 PARTS: dict[str, Callable[[Any], Iterator[Row]]] = {
     "data": data,
     "decode": decode,
+    "exact": exact,
     "passes": passes,
     "synthesize": synthesize,
     "train": train,

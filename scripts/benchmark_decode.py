@@ -1,4 +1,4 @@
-"""How fast text is decoded here, beside what else there is: scripts/benchmark.py decode.
+"""How fast text is decoded here, beside what else there is: scripts/benchmark.py decode. And how exactly: ... exact.
 
 Owns which decoders are compared and what a row says. Each is a `Way` of scripts/evaluate.py, which decodes prompt by
 prompt, in turn. What others run is a checkpoint as transformers loads it, with nothing of ours in it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.models.errors import Refusal
 
 if TYPE_CHECKING:
-    from paceline.decode import Generation
-    from paceline.models.drafter import Drafter
+    from paceline.decode import Decoder, Generation
     from paceline.models.target import Target
     from paceline.scripts.evaluate import Batch, Way
 
@@ -32,22 +32,12 @@ def decode(cfg: Any) -> Iterator[dict[str, Any]]:
     that are, token for token, those of plain decoding in the same framework; the two plain rows are compared with each
     other. so_far: prompts, in rows that are given before the last one.
     """
-    from paceline.data.conversations import known_ids, load_tokenizer, prompt_ids, stop_ids
-    from paceline.data.prompts import prompts
     from paceline.decode.progress import progress
-    from paceline.models.embedded import folder
-    from paceline.models.target import Target, device_of
-    from paceline.scripts.decoding import promised
     from paceline.scripts.evaluate import measured
 
     names = _wanted(cfg)
-    where, device = folder(cfg.target.name, cfg.target.path), device_of(cfg.target.device)
-    tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
-    target = Target.load(where, cfg.dtype, device, known_ids(tokenizer), trust_remote_code=cfg.target.trust_remote_code)
-    promised(target, cfg.decode.exact)
-    stops = stop_ids(tokenizer)
+    target, stops, ids = _asked(cfg)
     ways = {name: _WAYS[name](cfg, target, stops) for name in names}
-    ids = [prompt_ids(tokenizer, prompt.messages) for prompt in prompts(cfg.eval.prompts, cfg.eval.limit)]
     alone = PLAIN if PLAIN in ways else names[0]
     with progress("prompts", len(ids)) as bar:
         batches = []
@@ -57,6 +47,65 @@ def decode(cfg: Any) -> Iterator[dict[str, Any]]:
             if len(batches) % KEPT == 0 and len(batches) < len(ids):
                 yield from (row | {"so_far": len(batches)} for row in _rows(names, batches))
     yield from _rows(names, batches)
+
+
+TREES: dict[str, dict[str, Any]] = {
+    "chain": {"tree": "chain"},
+    "tree of 16": {"tree": "static", "nodes": 16},
+    "tree of 64": {"tree": "static", "nodes": 64},
+}
+
+
+def exact(cfg: Any) -> Iterator[dict[str, Any]]:
+    """A row for each drafter, tree and batch: how many of its answers are plain decoding's at batch 1, token for token.
+
+    All greedy, with decode.lookup as it is asked for. The other figures are as in `decode`.
+    """
+    from paceline.decode import AcceptanceReport, Decoder
+    from paceline.decode.progress import progress
+
+    for option in DRAFTERS:
+        _there(cfg, option, f"part=exact decodes with the {option}")
+    target, stops, ids = _asked(cfg)
+    limit, batches = cfg.eval.max_new_tokens, (1, 4)
+    cells = [(option, tree, rows) for option in DRAFTERS for tree in TREES for rows in batches]
+    with progress("prompts", (1 + len(cells)) * len(ids)) as bar:
+        plain, right = Decoder(target), []
+        for prompt in ids:
+            right += plain.generate([prompt], limit, eos=stops).tokens
+            bar.advance()
+        for option, tree, rows in cells:
+            decoder = _drafting(cfg, target, option, cfg.decode.model_copy(update=TREES[tree]), rows)
+            answers: list[list[int]] = []
+            report, begun = AcceptanceReport(), time.perf_counter()
+            for first in range(0, len(ids), rows):
+                out = decoder.generate(ids[first : first + rows], limit, eos=stops)
+                answers, report = answers + out.tokens, report + out.report
+                bar.advance(by=len(out.tokens))
+            yield {
+                "part": "exact",
+                "name": f"{option}, {tree}, batch {rows}",
+                "tokens_per_second": round(sum(map(len, answers)) / (time.perf_counter() - begun), 2),
+                "mean_acceptance_length": report.mean_acceptance_length,
+                "identical": sum(one == other for one, other in zip(answers, right, strict=True)),
+                "compared": len(ids),
+            }
+
+
+def _asked(cfg: Any) -> tuple[Target, list[int], list[list[int]]]:
+    """Target, ids that end an answer, and the ids of each prompt."""
+    from paceline.data.conversations import known_ids, load_tokenizer, prompt_ids, stop_ids
+    from paceline.data.prompts import prompts
+    from paceline.models.embedded import folder
+    from paceline.models.target import Target, device_of
+    from paceline.scripts.decoding import promised
+
+    where, device = folder(cfg.target.name, cfg.target.path), device_of(cfg.target.device)
+    tokenizer = load_tokenizer(where, cfg.target.trust_remote_code)
+    target = Target.load(where, cfg.dtype, device, known_ids(tokenizer), trust_remote_code=cfg.target.trust_remote_code)
+    promised(target, cfg.decode.exact)
+    ids = [prompt_ids(tokenizer, prompt.messages) for prompt in prompts(cfg.eval.prompts, cfg.eval.limit)]
+    return target, stop_ids(tokenizer), ids
 
 
 def _rows(names: list[str], batches: list[Batch]) -> Iterator[dict[str, Any]]:
@@ -76,6 +125,7 @@ def _rows(names: list[str], batches: list[Batch]) -> Iterator[dict[str, Any]]:
         }
 
 
+DRAFTERS = "medusa", "eagle3"  # options that say where a drafter of ours lies
 # The option that says where a row's drafter lies.
 _DRAFTERS = {
     "paceline-medusa": "medusa",
@@ -94,11 +144,15 @@ def _wanted(cfg: Any) -> list[str]:
     for name in names:
         if name.startswith("economize") and not there:
             raise Refusal(f"only: {name} needs economize: pip install economize==0.3.2, or leave it out")
-        option = _DRAFTERS.get(name)
-        place = option and getattr(cfg, option)
-        if option and not (place and os.path.isdir(place)):
-            raise Refusal(f"{option}: {name} decodes with the drafter at {place}, which is not there; or leave it out")
+        if option := _DRAFTERS.get(name):
+            _there(cfg, option, f"{name} decodes with the", "; or leave it out")
     return names
+
+
+def _there(cfg: Any, option: str, who: str, else_: str = "") -> None:
+    place = getattr(cfg, option)
+    if not (place and os.path.isdir(place)):
+        raise Refusal(f"{option}: {who} drafter at {place}, which is not there{else_}")
 
 
 def _reference(row: str) -> str:
@@ -111,39 +165,45 @@ def _reference(row: str) -> str:
 # Ours
 
 
-def _ours(cfg: Any, target: Target, stops: list[int], drafter: Drafter | None, shape: Any = None) -> Way:
-    from paceline.decode import Decoder
-
-    decoder = Decoder(target, drafter, shape)
+def _ours(decoder: Decoder, stops: list[int]) -> Way:
     return lambda rows, ids, limit: decoder.generate(ids, limit, eos=stops, rows=rows)
 
 
 def _plain(cfg: Any, target: Target, stops: list[int]) -> Way:
-    return _ours(cfg, target, stops, None)
+    from paceline.decode import Decoder
+
+    return _ours(Decoder(target), stops)
 
 
 def _ngram(cfg: Any, target: Target, stops: list[int]) -> Way:
-    from paceline.decode import shape_of
+    from paceline.decode import Decoder, shape_of
     from paceline.models.drafter import Shape, build
 
     drafter = build(cfg.ngram, Shape.of(target))
-    return _ours(cfg, target, stops, drafter, shape_of("chain", cfg.decode.nodes, None, 1, drafter))
+    return _ours(Decoder(target, drafter, shape_of("chain", cfg.decode.nodes, None, 1, drafter)), stops)
 
 
 def _trained(option: str, hybrid: bool = False) -> Callable[[Any, Target, list[int]], Way]:
     def way(cfg: Any, target: Target, stops: list[int]) -> Way:
-        from paceline.models.export import load_export
-        from paceline.scripts.decoding import settled, shape_for, tuned_as, with_lookup
-
-        drafter, about = load_export(getattr(cfg, option), target, cfg.dtype, option)
         asked = cfg.decode.model_copy(update={"lookup": cfg.lookup if hybrid else 0})
-        if asked.tree == "tuned" and tuned_as(asked) not in about:
-            asked = asked.model_copy(update={"tree": "static"})
-        drafter = with_lookup(drafter, asked)
-        shape = shape_for(settled(asked, about, 1, getattr(cfg, option)), drafter, about)
-        return _ours(cfg, target, stops, drafter if shape.depth else None, shape)
+        return _ours(_drafting(cfg, target, option, asked, 1), stops)
 
     return way
+
+
+def _drafting(cfg: Any, target: Target, option: str, asked: Any, rows: int) -> Decoder:
+    """With the export that `option` names; asked: options of decoding; rows: that are decoded together."""
+    from paceline.decode import Decoder
+    from paceline.models.export import load_export
+    from paceline.scripts.decoding import settled, shape_for, tuned_as, with_lookup
+
+    place = getattr(cfg, option)
+    drafter, about = load_export(place, target, cfg.dtype, option)
+    if asked.tree == "tuned" and tuned_as(asked) not in about:
+        asked = asked.model_copy(update={"tree": "static"})
+    drafter = with_lookup(drafter, asked)
+    shape = shape_for(settled(asked, about, rows, place), drafter, about)
+    return Decoder(target, drafter if shape.depth else None, shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 
 from paceline.conf.entry import load
 from paceline.conf.schema_scripts import BenchmarkRow
+from paceline.decode.verify import Verdict
 from paceline.models.drafter import Shape, build, options
 from paceline.models.embedded import folder
 from paceline.models.export import save_export
@@ -62,6 +63,26 @@ def test_every_row_decodes_the_same_prompts_to_the_same_text(drafters: list[str]
     assert lengths["hf-generate"] == lengths["paceline-plain"] == 1
     assert lengths["hf-prompt-lookup"] > 1 < lengths["paceline-ngram"] and lengths["paceline-medusa"] > 1
     assert lengths["paceline-hybrid"] > lengths["paceline-eagle3"], "its text repeats itself"
+
+
+def test_every_tree_and_batch_is_held_to_plain_decoding(
+    drafters: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = rows(tmp_path, "part=exact", "eval.limit=5", *drafters)
+    assert [row["name"] for row in cells[:2]] == ["medusa, chain, batch 1", "medusa, chain, batch 4"]
+    assert len(cells) == 12 and cells[-1]["name"] == "eagle3, tree of 64, batch 4"
+    for row in cells:
+        assert row["identical"] == row["compared"] == 5, row
+        assert row["mean_acceptance_length"] > 1 or "eagle3" in row["name"], "it is untrained"
+    right = benchmark_decode._drafting
+
+    def wrong(*given: Any) -> Any:
+        decoder = right(*given)
+        decoder.verify = lambda tree, *_: Verdict([[0] for _ in tree.tokens], [7 for _ in tree.tokens])
+        return decoder
+
+    monkeypatch.setattr(benchmark_decode, "_drafting", wrong)
+    assert all(row["identical"] < row["compared"] for row in rows(tmp_path, "part=exact", "eval.limit=5", *drafters))
 
 
 def test_a_run_that_is_stopped_leaves_what_it_measured(
