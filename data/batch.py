@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.data.rows import Example, lengths
 
 OPEN = 16  # steps that are filled at a time
+WIDE = 512  # tokens of a row of several examples: in wider ones attention costs more than is saved of padding
 MULTIPLE = 64  # row widths are multiples of this, so that kernels and allocators meet few different shapes
 
 
@@ -166,8 +167,8 @@ class Loader:
     def packed(self, part: Sequence[int]) -> Batch:
         """These examples as one micro-batch."""
         examples = [self.examples[i] for i in part]
-        # Rows no longer than the longest needs: attention costs the square of the width.
-        return replace(pack(examples, _rounded(max(map(len, examples), default=1))), members=tuple(part))
+        width = min(WIDE, sum(map(len, examples)))  # or as the longest needs
+        return replace(pack(examples, width), members=tuple(part))
 
 
 def _rounded(tokens: int) -> int:
