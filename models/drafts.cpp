@@ -88,10 +88,10 @@ struct Growth : Given {
         for (long r = 0; r < B * n; r++) {
             const bf16 *word = step->table + said[r] * H;
             bf16 *to = both + r * (step->fuse ? 2 * H : H);
-            if (step->embedding_norm) norm(to, word, step->embedding_norm, 1, H, eps);
+            if (step->embedding_norm) norm_row(to, word, step->embedding_norm, H, eps);
             else memcpy(to, word, H * sizeof(bf16));
             if (!step->fuse) continue;
-            if (step->feature_norm) norm(to + H, x + r * H, step->feature_norm, 1, H, eps);
+            if (step->feature_norm) norm_row(to + H, x + r * H, step->feature_norm, H, eps);
             else memcpy(to + H, x + r * H, H * sizeof(bf16));
         }
         if (step->fuse)
@@ -115,7 +115,10 @@ struct Growth : Given {
 
     void children(long width) {  // ids and how likely each is [B, nodes, drawn]: the likeliest
         const bf16 *read = x;
-        if (step->norm) norm(state, x, step->norm, B * nodes, H, eps), read = state;
+        if (step->norm) {
+            for (long r = 0; r < B * nodes; r++) norm_row(state + r * H, x + r * H, step->norm, H, eps);
+            read = state;
+        }
         drawn = std::min(width, known);  // a draft vocabulary may have fewer
         sane &= likeliest(mass, likely, ids, logits, read, nullptr, step->head, step->head_bias, step->map, B * nodes, H,
                           step->width, step->pairs, known, drawn, threads, eps);

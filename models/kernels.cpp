@@ -11,6 +11,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 constexpr long LANES = 16, WIDEST = 256, BLOCK = 1024, FEW = 3, MANY = 6;
 typedef uint16_t bf16;
@@ -28,11 +31,16 @@ static inline float single(bf16 x) {
     return out;
 }
 
-static inline void narrow(bf16 *out, vec x) {  // to the nearest, ties to even; what is no number stays none
+// To the nearest, ties to even; what is no number stays none.
+static inline void narrow(bf16 *out, vec x) {
+#ifdef __AVX512BF16__  // in one instruction, for which numbers below 2^-126 are 0
+    *(sixteen *)out = (sixteen)_mm512_cvtneps_pbh((__m512)x);
+#else
     bits u = (bits)x;
     bits rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     ints sane = x == x;
     *(sixteen *)out = __builtin_convertvector((rounded & (bits)sane) | (0x7fc0 & ~(bits)sane), sixteen);
+#endif
 }
 
 static inline float total(vec x) {
@@ -66,22 +74,28 @@ static inline float scale_of(const float *x, long width, float eps) {  // what a
     return 1.0f / sqrtf(total(squares) / width + eps);
 }
 
-// out [rows, width] = x * weight / rms(x)
-extern "C" void norm(bf16 *out, const bf16 *x, const bf16 *weight, long rows, long width, float eps) {
-    for (long row = 0; row < rows; row++, x += width, out += width) {
-        vec squares = {0};
-        for (long i = 0; i < width; i += LANES) squares += wide(x + i) * wide(x + i);
-        float scale = 1.0f / sqrtf(total(squares) / width + eps);
-        for (long i = 0; i < width; i += LANES) narrow(out + i, wide(x + i) * scale * wide(weight + i));
-    }
+static void norm_row(bf16 *out, const bf16 *x, const bf16 *weight, long width, float eps) {  // x * weight / rms(x)
+    vec squares = {0};
+    for (long i = 0; i < width; i += LANES) squares += wide(x + i) * wide(x + i);
+    float scale = 1.0f / sqrtf(total(squares) / width + eps);
+    for (long i = 0; i < width; i += LANES) narrow(out + i, wide(x + i) * scale * wide(weight + i));
+}
+
+constexpr long MUCH = 1 << 16;  // numbers that are worth another thread
+
+// Each row of x [rows, width] by itself.
+extern "C" void norm(bf16 *out, const bf16 *x, const bf16 *weight, long rows, long width, long threads, float eps) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > MUCH)
+    for (long row = 0; row < rows; row++) norm_row(out + row * width, x + row * width, weight, width, eps);
 }
 
 // out [rows, width] = silu(gate) * up, of both side by side [rows, 2 * width]
-extern "C" void gated(bf16 *out, const bf16 *both, long rows, long width) {
-    for (long row = 0; row < rows; row++, both += 2 * width, out += width)
+extern "C" void gated(bf16 *out, const bf16 *both, long rows, long width, long threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > MUCH)
+    for (long row = 0; row < rows; row++)
         for (long i = 0; i < width; i += LANES) {
-            vec gate = wide(both + i);
-            narrow(out + i, gate / (1.0f + exponential(-gate)) * wide(both + width + i));
+            vec gate = wide(both + 2 * row * width + i);
+            narrow(out + row * width + i, gate / (1.0f + exponential(-gate)) * wide(both + (2 * row + 1) * width + i));
         }
 }
 

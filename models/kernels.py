@@ -31,8 +31,8 @@ MOST = 64  # numbers that `topmost` picks of a row
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 _ADDRESS, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 SIGNATURES = {
-    "norm": [_ADDRESS] * 3 + [_COUNT] * 2 + [_NUMBER],
-    "gated": [_ADDRESS] * 2 + [_COUNT] * 2,
+    "norm": [_ADDRESS] * 3 + [_COUNT] * 3 + [_NUMBER],
+    "gated": [_ADDRESS] * 2 + [_COUNT] * 3,
     "largest": [_ADDRESS] * 2 + [_COUNT] * 4,
     "attend": [_ADDRESS] * 11 + [_COUNT] * 10 + [_NUMBER] * 2,
     "move": [_ADDRESS] * 5 + [_COUNT] * 6,

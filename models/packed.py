@@ -47,8 +47,7 @@ class Packed:
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """[..., in] -> [..., out]; `added` [..., out] before the sum is rounded."""
         rows = x.numel() // x.shape[-1]
-        plain = self.tiles is not None and self.rows is None and rows > MANY
-        if x.dtype != torch.bfloat16 or x.requires_grad or plain:
+        if x.dtype != torch.bfloat16 or x.requires_grad or (self.tiles is not None and not self._takes(rows)):
             out = F.linear(x, self.weight, self.bias)
             return out if added is None else out + added
         if self.tiles is not None:
@@ -64,13 +63,17 @@ class Packed:
         assert self._functions is not None
         width, rows = len(self.weight) // 2, x.numel() // x.shape[-1]
         out = x.new_empty(*x.shape[:-1], width)
-        if self.tiles is not None and self.halves:
+        if self.tiles is not None and self.halves and self._takes(rows):
             at = [out.data_ptr(), x.data_ptr(), self.tiles.data_ptr(), address(self.bias)]
             self._functions.gated_linear(*at, rows, x.shape[-1], width, torch.get_num_threads())
         else:
             both = self(x)
-            self._functions.gated(out.data_ptr(), both.data_ptr(), rows, width)
+            self._functions.gated(out.data_ptr(), both.data_ptr(), rows, width, torch.get_num_threads())
         return out
+
+    def _takes(self, rows: int) -> bool:
+        """Whether a product of so many is taken in tiles."""
+        return rows <= MANY or self.rows is not None
 
     def _by_tiles(self, x: Tensor, added: Tensor | None, rows: int) -> Tensor:
         assert self._functions is not None and self.tiles is not None
@@ -173,6 +176,7 @@ class PackedLayer:
         self._act = mlp.act_fn
         self.norms = layer.input_layernorm, layer.post_attention_layernorm
         self.own_norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.functions = kernels() if self._plain else None
 
     @classmethod
     def fits(cls, layer: Any) -> bool:
@@ -198,11 +202,11 @@ class PackedLayer:
             words = {"attention_mask": attention_mask, "position_embeddings": position_embeddings, "cache": cache}
             return type(self._layer).forward(self._layer, hidden_states, **words, **others)
         before, after = self.norms
-        parts = self.into(_normed(hidden_states, before)).unflatten(-1, (-1, self.size))  # [B, N, Q + 2 S, D]
+        parts = self.into(self.normed(hidden_states, before)).unflatten(-1, (-1, self.size))  # [B, N, Q + 2 S, D]
         turning, values = parts[:, :, : self._turned], parts[:, :, self._turned :].transpose(1, 2)
         if self.own_norms[0] is not None:
             both = turning.split([self.heads, self._turned - self.heads], 2)
-            turning = torch.cat([_normed(part, norm) for part, norm in zip(both, self.own_norms, strict=True)], 2)
+            turning = torch.cat([self.normed(part, norm) for part, norm in zip(both, self.own_norms, strict=True)], 2)
         cos, sin = (part[:, :, None] for part in position_embeddings)
         first, second = turning.chunk(2, -1)
         turned = torch.addcmul(turning * cos, torch.cat([-second, first], -1), sin).transpose(1, 2)
@@ -212,12 +216,24 @@ class PackedLayer:
         seen = F.scaled_dot_product_attention(
             queries, keys, values, attention_mask, scale=self.scaling, enable_gqa=True
         )
-        x = hidden_states + self.out(seen.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(_normed(x, after)).chunk(2, -1)
-        return x + self.down(self._act(gate) * up)
+        x = self.out(seen.transpose(1, 2).flatten(2), hidden_states)
+        normed = self.normed(x, after)
+        if self.functions is None:
+            gate, up = self.gate_up(normed).chunk(2, -1)
+            return self.down(self._act(gate) * up, x)
+        return self.down(self.gate_up.gated(normed), x)
+
+    def normed(self, x: Tensor, norm: Any) -> Tensor:
+        width = x.shape[-1]
+        if self.functions is None or not x.is_contiguous():
+            return F.rms_norm(x, (width,), norm.weight, norm.variance_epsilon)
+        out = torch.empty_like(x)
+        at = out.data_ptr(), x.data_ptr(), norm.weight.data_ptr()
+        self.functions.norm(*at, x.numel() // width, width, torch.get_num_threads(), norm.variance_epsilon)
+        return out
 
     @property
-    def plain(self) -> bool:
+    def _plain(self) -> bool:
         """Whether kernels.cpp knows all that lies between its products."""
         weight = self.norms[0].weight
         return (
@@ -237,7 +253,8 @@ class PackedTrunk:
         self._trunk = trunk
         self._layers: list[PackedLayer] = [layer.forward for layer in trunk.layers]
         self._angles = torch.empty(2, 0, 0)
-        self._kernels = kernels() if all(layer.plain for layer in self._layers) else None
+        functions = [layer.functions for layer in self._layers]
+        self._kernels = functions[0] if all(functions) else None
         self._weights: Tensor | None = None
         self._known: tuple[tuple[int, ...], Tensor] = (), torch.empty(0)
 
@@ -286,7 +303,7 @@ class PackedTrunk:
             hooked = layer._forward_pre_hooks or layer._forward_hooks  # they read what goes in and comes out
             run = layer if hooked else layer.forward
             x = run(x, attention_mask=attention_mask, position_embeddings=angles, cache=cache)
-        return SimpleNamespace(last_hidden_state=_normed(x, trunk.norm))
+        return SimpleNamespace(last_hidden_state=self._layers[-1].normed(x, trunk.norm))
 
     # -- the same pass over our cache, with what kernels.cpp does between the products
 
@@ -313,7 +330,7 @@ class PackedTrunk:
         last = tapped[-1] = torch.empty_like(x)
         norm, x = self._trunk.norm, tapped[len(self._layers)]
         at = last.data_ptr(), x.data_ptr(), norm.weight.data_ptr()
-        self._kernels.norm(*at, rows * nodes, x.shape[-1], norm.variance_epsilon)
+        self._kernels.norm(*at, rows * nodes, x.shape[-1], torch.get_num_threads(), norm.variance_epsilon)
         return {k: tapped[k] for k in (*taps, -1)}
 
     def _whole(
@@ -359,14 +376,14 @@ class PackedTrunk:
             tapped[number] = x
             before, after = layer.norms
             own = [0 if n is None else n.weight.data_ptr() for n in layer.own_norms]
-            norm(h, x.data_ptr(), before.weight.data_ptr(), many, hidden, before.variance_epsilon)
+            norm(h, x.data_ptr(), before.weight.data_ptr(), many, hidden, threads, before.variance_epsilon)
             qkv = layer.into(normed)
             written = keys[number].data_ptr(), values[number].data_ptr()
             attend(s, qkv.data_ptr(), *written, *placed, 0, *own, *sizes, before.variance_epsilon, layer.scaling)
             x = layer.out(seen, x)
-            norm(h, x.data_ptr(), after.weight.data_ptr(), many, hidden, after.variance_epsilon)
+            norm(h, x.data_ptr(), after.weight.data_ptr(), many, hidden, threads, after.variance_epsilon)
             both = layer.gate_up(normed)
-            gated(i, both.data_ptr(), many, form.inner)
+            gated(i, both.data_ptr(), many, form.inner, threads)
             x = layer.down(inner, x)
         tapped[len(self._layers)] = x
         return {k: tap[:real].view(rows, nodes, hidden) for k, tap in tapped.items()}
@@ -422,10 +439,6 @@ def _joined(*parts: nn.Linear, halves: bool = False) -> Packed:
     biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     weights: list[Tensor] = [part.weight for part in parts]
     return Packed(torch.cat(weights), torch.cat(biases) if biases else None, halves)
-
-
-def _normed(x: Tensor, norm: Any) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
 def _frozen(layer: nn.Module) -> bool:

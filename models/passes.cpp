@@ -186,7 +186,7 @@ extern "C" long likeliest(
     {
         if (weight) {
 #pragma omp for schedule(static)
-            for (long r = 0; r < rows; r++) norm(work + r * in, x + r * in, weight, 1, in, eps);
+            for (long r = 0; r < rows; r++) norm_row(work + r * in, x + r * in, weight, in, eps);
         }
         product(weight ? work : x, rows, in, weights, pairs, [&](long r, long pair, vec first, vec second) {
             put(logits + r * width, bias, nullptr, pair * 2 * TILE, width, first);
@@ -399,8 +399,8 @@ extern "C" void layers(
         for (long r = 0; r < rows; r++) {
             bf16 *to = normed + r * read;
             if (layer->tap) memcpy(layer->tap + r * H, x + r * H, H * sizeof(bf16));
-            if (beside) norm(to, beside + r * H, layer->beside_norm, 1, H, eps), to += H;
-            if (layer->before) norm(to, x + r * H, layer->before, 1, H, eps);
+            if (beside) norm_row(to, beside + r * H, layer->beside_norm, H, eps), to += H;
+            if (layer->before) norm_row(to, x + r * H, layer->before, H, eps);
             else memcpy(to, x + r * H, H * sizeof(bf16));
         }
         product(normed, rows, read, layer->into, (turned + 2 * TILE - 1) / (2 * TILE), [&](long r, long pair, vec a, vec b) {
@@ -429,7 +429,7 @@ extern "C" void layers(
         product(seen, rows, Q * D, layer->out, (H + 2 * TILE - 1) / (2 * TILE), add(layer->out_bias));
 #pragma omp barrier
 #pragma omp for schedule(static)
-        for (long r = 0; r < rows; r++) norm(normed + r * H, x + r * H, layer->after, 1, H, eps);
+        for (long r = 0; r < rows; r++) norm_row(normed + r * H, x + r * H, layer->after, H, eps);
         product(normed, rows, H, layer->gate_up, inner / TILE, [&](long r, long pair, vec a, vec b) {
             const bf16 *bias = layer->gate_up_bias;
             if (bias) a += wide(bias + pair * TILE), b += wide(bias + inner + pair * TILE);

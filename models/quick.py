@@ -58,7 +58,8 @@ class QuickNorm:
             return type(self._norm).forward(self._norm, x)
         weight, out = self._norm.weight, torch.empty_like(x)
         width = len(weight)
-        self._functions.norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // width, width, self._norm.eps)
+        at = out.data_ptr(), x.data_ptr(), weight.data_ptr()
+        self._functions.norm(*at, x.numel() // width, width, torch.get_num_threads(), self._norm.eps)
         return out
 
 

@@ -145,8 +145,9 @@ class Unpacked(Packed):
     def __init__(self, weight: Tensor, bias: Tensor | None = None, halves: bool = False):
         self.weight, self.bias, self.tiles = weight, bias, None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        return out if added is None else out + added
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -269,7 +270,7 @@ def test_a_processor_without_tiles_has_all_the_functions_too(tmp_path: Path) -> 
 def test_compiled_passes_are_those_of_the_operators(
     family: str, options: dict, tiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ragged prompt, a tree behind it, and another behind what was kept of that; every tap."""
+    """Texts in one row, a ragged prompt, a tree behind it, and another behind what was kept of that; every tap."""
     functions = kernels()
     assert functions is not None
     monkeypatch.setattr(functions, "tiled", tiled and functions.tiled)
@@ -279,12 +280,16 @@ def test_compiled_passes_are_those_of_the_operators(
     assert quick._tiled == (functions.tiled and options.get("head_dim", 16) % 32 == 0), "heads of whole blocks"
     taps = (*range(target.layers + 1), -1)
     ids = torch.randint(VOCAB, (2, 37), generator=torch.Generator().manual_seed(3))
+    documents = torch.tensor([[0] * 20 + [1] * 17, [2] * 37])
+    positions = torch.tensor([[*range(20), *range(17)], [*range(37)]])
     tree = ancestors([-1, 0, 0, 1, 2, 3, 4, 1, 6]).expand(2, -1, -1)
     found = []
     for functions in (quick._kernels, None):
         quick._kernels = functions
+        for layer in target.blocks:
+            layer.forward.functions = functions
         cache = target.new_cache(2, 70)
-        passes = [target(ids, taps, cache=cache)[0]]
+        passes = [target(ids, taps, documents=documents, positions=positions)[0], target(ids, taps, cache=cache)[0]]
         target.keep(cache, ids[:, :0], torch.tensor([37, 20]))
         for words in (ids[:, :9], ids[:, 9:18]):
             passes.append(target(words, taps, tree=tree, cache=cache)[0])
