@@ -353,8 +353,8 @@ class BenchmarkConfig(Section):
     eval: Prompts
     prompt_lookup: Positive
     lookup: Positive
-    medusa: Place
-    eagle3: Place
+    medusa: Place | None
+    eagle3: Place | None
     economize_medusa: Place | None
     economize_eagle3: Place | None
     ngram: Any

@@ -64,11 +64,12 @@ def exact(cfg: Any) -> Iterator[dict[str, Any]]:
     from paceline.decode import AcceptanceReport, Decoder
     from paceline.decode.progress import progress
 
-    for option in DRAFTERS:
+    drafters = [option for option in DRAFTERS if getattr(cfg, option) is not None]
+    for option in drafters:
         _there(cfg, option, f"part=exact decodes with the {option}")
     target, stops, ids = _asked(cfg)
     limit, batches = cfg.eval.max_new_tokens, (1, 4)
-    cells = [(option, tree, rows) for option in DRAFTERS for tree in TREES for rows in batches]
+    cells = [(option, tree, rows) for option in drafters for tree in TREES for rows in batches]
     with progress("prompts", (1 + len(cells)) * len(ids)) as bar:
         plain, right = Decoder(target), []
         for prompt in ids:

@@ -70,6 +70,8 @@ def test_every_tree_and_batch_is_held_to_plain_decoding(
 ) -> None:
     cells = rows(tmp_path, "part=exact", "eval.limit=5", *drafters)
     assert [row["name"] for row in cells[:2]] == ["medusa, chain, batch 1", "medusa, chain, batch 4"]
+    less = rows(tmp_path / "less", "part=exact", "eval.limit=1", "medusa=null", drafters[1])
+    assert [row["name"] for row in less] == [row["name"] for row in cells[6:]]
     assert len(cells) == 12 and cells[-1]["name"] == "eagle3, tree of 64, batch 4"
     for row in cells:
         assert row["identical"] == row["compared"] == 5, row
