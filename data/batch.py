@@ -167,7 +167,7 @@ class Loader:
     def packed(self, part: Sequence[int]) -> Batch:
         """These examples as one micro-batch."""
         examples = [self.examples[i] for i in part]
-        width = min(WIDE, sum(map(len, examples)))  # or as the longest needs
+        width = min(WIDE, sum(map(len, examples)))  # one row for all; `pack` widens it for a longer example
         return replace(pack(examples, width), members=tuple(part))
 
 
