@@ -374,7 +374,10 @@ class SideBySideConfig(Section):
     """All of scripts/side_by_side.py."""
 
     target: Target
-    trainers: Annotated[list[Literal["paceline", "economize", "speculators", "nvidia-modelopt"]], Field(min_length=1)]
+    kind: Literal["eagle3", "medusa"]
+    trainers: Annotated[
+        list[Literal["paceline", "economize", "speculators", "nvidia-modelopt", "medusa-llm"]], Field(min_length=1)
+    ]
     rates: Annotated[list[Rate], Field(min_length=1)]
     seeds: Positive
     tokens: Positive

@@ -9,6 +9,7 @@ Knows no tokenizer, prompt format, config or training. Plain decoding is the sam
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor
 
 from paceline.decode import hf
+from paceline.decode.live import Live, Verified
 from paceline.decode.report import AcceptanceReport
-from paceline.decode.sampler import Sampler
+from paceline.decode.sampler import Place, Sampler
 from paceline.decode.trace import Round, rounds
-from paceline.decode.tree import DraftTree, Shape, chain, check_drawable, grow, last_of
+from paceline.decode.tree import DraftTree, Shape, chain, check_drawable, grow
 from paceline.decode.verify import Verdict, walk
 from paceline.models.cache import Cache
 from paceline.models.drafter import Context, Drafter, check_depth
@@ -158,42 +160,12 @@ class Decoder:
             eos: ids that end a row (and are kept as its last token).
             stop: further condition, judged after every single token.
             rows: key of each row's noise, by default its place in the batch.
+            together: prompts that are decoded at once; each of the others takes the place of one that is finished. All
+                of them by default.
             traced: keep every round in full (`Generation.trace`), which takes time.
             held: of a single prompt: what earlier calls with it have read, and then this one too.
         """
         return Stream(self, prompts, max_new_tokens, **options)
-
-
-@dataclass
-class Verified:
-    """Rows of each text that became verified in the last round, which the drafter has still to read.
-
-    hidden [B, J, taps * H]; followers [B, J], the token after each: the last real one is the new root;
-    positions [B, J]; count [B] of them real.
-    """
-
-    hidden: Tensor
-    followers: Tensor
-    positions: Tensor
-    count: Tensor
-
-    def preceded(self, first: Tensor) -> "Verified":
-        """With row -1 in front, which reads the first token [B, 1] and has no feature."""
-        none = torch.zeros_like(self.hidden[:, :1])
-        return Verified(
-            torch.cat([none, self.hidden], 1),
-            torch.cat([first, self.followers], 1),
-            torch.cat([torch.full_like(first, -1), self.positions], 1),
-            self.count + 1,
-        )
-
-    @property
-    def roots(self) -> Tensor:
-        """[B], what the target chose last."""
-        return last_of(self.count, self.followers)[0][:, 0]
-
-    def select(self, rows: Tensor) -> "Verified":
-        return Verified(self.hidden[rows], self.followers[rows], self.positions[rows], self.count[rows])
 
 
 class Stream(Iterator[Emitted]):
@@ -210,6 +182,7 @@ class Stream(Iterator[Emitted]):
         rows: Sequence[int] | None = None,
         traced: bool = False,
         held: Held | None = None,
+        together: int | None = None,
     ):
         empty = [row for row, prompt in enumerate(prompts) if not prompt]
         if empty:
@@ -218,6 +191,8 @@ class Stream(Iterator[Emitted]):
             decoder.target.check_ids(prompt, f"prompt {row} has")
         if held is not None and len(prompts) != 1:
             raise ValueError(f"held is of one conversation, not of {len(prompts)}")
+        if together is not None and together < 1:
+            raise ValueError(f"together: {together} texts cannot be decoded; nearest: 1")
         self.held = held
         self.decoder, self.target, self.drafter = decoder, decoder.target, decoder.drafter
         self.sampler, self.eos, self.stop = sampler or Sampler(), frozenset(eos), stop
@@ -231,7 +206,10 @@ class Stream(Iterator[Emitted]):
         )
         self._prompts = [list(prompt) for prompt in prompts]
         self._head = self.target.head
-        self._live = list(range(len(prompts)))  # batch rows still decoding, as indices into prompts
+        self._taps = () if self.drafter is None else self.drafter.taps
+        self._together = len(prompts) if together is None else min(together, len(prompts))
+        self._waiting = deque(range(self._together, len(prompts)))
+        self._finished: set[int] = set()
         self._events = self._run()
 
     def __next__(self) -> Emitted:
@@ -243,114 +221,165 @@ class Stream(Iterator[Emitted]):
     def _run(self) -> Iterator[Emitted]:
         if self.limit <= 0 or not self._prompts:
             return
-        taps = self.drafter.taps if self.drafter is not None else ()
         shape = self.decoder.shape
         room = max(map(len, self._prompts)) + self.limit + shape.nodes
-        held, known = self.held, 0
-        if held is None:
-            cache = self.target.new_cache(len(self._prompts), room)
-        else:
-            cache = held.begun(self.target, self._prompts[0], room)
-            known = self.generation.reused = len(held.ids)
-
-        # prefill: the first token of each row comes from the prompt alone
-        with self._timed("prefill"):
-            ids, count = _padded(self._prompts, self.target.device)
-            hidden, last = self.target(ids[:, known:], taps, cache=cache)
-            self.target.keep(cache, ids[:, :0], count - known)
-            ends = last[torch.arange(len(ids), device=ids.device), count - known - 1]
-            if held is not None:
-                hidden = held.add(ids[0, known:].tolist(), hidden)
-            first = self.sampler.choose(
-                self._adjusted(self._logits(ends)[:, None])[:, 0],
-                [(self.keys[row], len(self._prompts[row])) for row in self._live],
-            )
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        behind = [[*prompt[1:], token] for prompt, token in zip(self._prompts, first, strict=True)]
-        verified = Verified(hidden, _padded(behind, ids.device)[0], positions, count)
-        memory = None
-        if self.drafter is not None:
-            memory = self.drafter.memory(len(ids), room + shape.unfolded)
-            if self.drafter.first_row < 0:
-                verified = verified.preceded(ids[:, :1])
-        yield from self._emit([[token] for token in first])
-        verified, memory = self._leave(cache, verified, memory)
+        self._live = live = self._begun(list(range(self._together)), room) if not self._waiting else self._filled(room)
+        yield from self._emit(live.prompts, [[token] for token in live.verified.roots.tolist()])
+        yield from self._replaced(live)
 
         drawing = self.sampler if self.decoder.sampled and not self.sampler.greedy else None
-        while self._live:
+        while live.prompts:
+            cache, verified = live.cache, live.verified
             lengths = cache.length.tolist()  # the root stands right behind
-            places = [(self.keys[row], length + 1) for row, length in zip(self._live, lengths, strict=True)]
+            places = [(self.keys[row], length + 1) for row, length in zip(live.prompts, lengths, strict=True)]
             with self._timed("draft"):
                 if self.drafter is None:
                     tree = DraftTree.root(verified.roots)
                 else:
                     # the last token a row may still say is a bonus token, never worth a draft
-                    allowed = [self.limit - len(self.generation.tokens[row]) - 1 for row in self._live]
-                    ctx = Context(verified.positions, verified.count, memory)
-                    feature = self.drafter.read(verified.hidden)
-                    tree = grow(
-                        self.drafter,
-                        shape,
-                        feature,
-                        verified.followers,
-                        ctx,
-                        allowed,
-                        self.target.vocab,
-                        drawing,
-                        places,
-                    )
+                    allowed = [self.limit - len(self.generation.tokens[row]) - 1 for row in live.prompts]
+                    tree = self._grown(verified, live.memory, allowed, drawing, places)
             with self._timed("target"):
-                hidden, last = self.target(tree.tokens, taps, tree=tree.ancestors, cache=cache)
+                hidden, last = self.target(tree.tokens, self._taps, tree=tree.ancestors, cache=cache)
                 logits = self._adjusted(self._logits(last), tree)
             self.generation.passes += 1
             with self._timed("verify"):
                 verdict = self.decoder.verify(tree, logits, self.sampler, places)
             with self._timed("keep"):
-                nodes, count = _padded(verdict.paths, ids.device)
+                nodes, count = _padded(verdict.paths, self.target.device)
                 self.target.keep(cache, nodes, count)
                 hidden = hidden.gather(1, nodes[..., None].expand(-1, -1, hidden.shape[-1]))
                 words = [[of[node] for node in path] for (of, _), path in zip(tree.lists, verdict.paths, strict=True)]
                 fresh = [[*row[1:], bonus] for row, bonus in zip(words, verdict.bonus, strict=True)]
-                positions = (cache.length - count)[:, None] + torch.arange(nodes.shape[1], device=ids.device)
-                if held is not None:
-                    held.add(words[0], hidden)
-                verified = Verified(hidden, _padded(fresh, ids.device)[0], positions, count)
+                positions = (cache.length - count)[:, None] + torch.arange(nodes.shape[1], device=nodes.device)
+                if self.held is not None:
+                    self.held.add(words[0], hidden)
+                live.verified = Verified(hidden, _padded(fresh, nodes.device)[0], positions, count)
             seen = rounds(tree, logits, verdict, self.sampler) if self.traced else []
-            for index, emitted in enumerate(self._emit(fresh, tree, verdict.paths)):
+            for index, emitted in enumerate(self._emit(live.prompts, fresh, tree, verdict.paths)):
                 if seen:
                     whole = seen[index].emitted(emitted.tokens, emitted.drafted)
                     self.generation.trace[emitted.row].append(whole)
                 yield emitted
-            verified, memory = self._leave(cache, verified, memory)
+            yield from self._replaced(live)
+
+    def _begun(self, rows: list[int], room: int) -> Live:
+        """Read these prompts, each to its end, and choose the first token of each."""
+        prompts = [self._prompts[row] for row in rows]
+        held, known = self.held, 0
+        if held is None:
+            cache = self.target.new_cache(len(rows), room)
+        else:
+            cache = held.begun(self.target, prompts[0], room)
+            known = self.generation.reused = len(held.ids)
+        with self._timed("prefill"):
+            ids, count = _padded(prompts, self.target.device)
+            hidden, last = self.target(ids[:, known:], self._taps, cache=cache)
+            self.target.keep(cache, ids[:, :0], count - known)
+            ends = last[torch.arange(len(ids), device=ids.device), count - known - 1]
+            if held is not None:
+                hidden = held.add(ids[0, known:].tolist(), hidden)
+            first = self.sampler.choose(
+                self._adjusted(self._logits(ends)[:, None], rows=rows)[:, 0],
+                [(self.keys[row], len(self._prompts[row])) for row in rows],
+            )
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        behind = [[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)]
+        verified = Verified(hidden, _padded(behind, ids.device)[0], positions, count)
+        memory = None
+        if self.drafter is not None:
+            memory = self.drafter.memory(len(ids), room + self.decoder.shape.unfolded)
+            if self.drafter.first_row < 0:
+                verified = verified.preceded(ids[:, :1])
+        return Live(list(rows), cache, verified, memory)
+
+    # -- prompts that wait for a place
+
+    def _joining(self, row: int) -> Live:
+        """A prompt, which the drafter has read too, but for its last row: beside others no row is read but newly
+        verified ones, which are few."""
+        one = self._begun([row], len(self._prompts[row]) + 1)
+        many = one.verified.followers.shape[1] - 1
+        if self.drafter is not None and many:
+            with self._timed("prefill"):
+                self._grown(one.verified.columns(slice(many), one.verified.count - 1), one.memory)
+        one.verified = one.verified.columns(slice(many, None), torch.ones_like(one.verified.count))
+        return one
+
+    def _filled(self, room: int) -> Live:
+        """As many prompts as are decoded at once, each read by itself, as those behind them will be."""
+        many = self._together
+        ones = [self._joining(row) for row in range(many)]
+        parts = (
+            torch.cat([getattr(one.verified, part) for one in ones])
+            for part in ("hidden", "followers", "positions", "count")
+        )
+        memory = None if self.drafter is None else self.drafter.memory(many, room + self.decoder.shape.unfolded)
+        live = Live(list(range(many)), self.target.new_cache(many, room), Verified(*parts), memory)
+        for place, one in enumerate(ones):
+            live.put(place, one)
+        return live
+
+    def _replaced(self, live: Live) -> Iterator[Emitted]:
+        """Finished texts leave the batch; where prompts wait, they take the places, and say their first token."""
+        free = [place for place, row in enumerate(live.prompts) if row in self._finished]
+        while free and self._waiting:
+            place, one = free[0], self._joining(self._waiting.popleft())
+            live.put(place, one)
+            yield from self._emit(one.prompts, [one.verified.roots.tolist()])
+            if one.prompts[0] not in self._finished:
+                del free[0]
+        if len(free) == len(live.prompts):
+            live.prompts = []
+        elif free:
+            live.select([place for place in range(len(live.prompts)) if place not in free])
+
+    # -- parts of a round
+
+    def _grown(
+        self,
+        verified: Verified,
+        memory: Any,
+        allowed: list[int] | None = None,
+        drawing: Sampler | None = None,
+        places: Sequence[Place] = (),
+    ) -> DraftTree:
+        assert self.drafter is not None
+        ctx, feature = Context(verified.positions, verified.count, memory), self.drafter.read(verified.hidden)
+        how = allowed, self.target.vocab, drawing, places
+        return grow(self.drafter, self.decoder.shape, feature, verified.followers, ctx, *how)
 
     def _logits(self, last: Tensor) -> Tensor:
         """[..., H] -> logits over the ids the tokenizer knows: rows that only pad the table are never chosen."""
         return self._head(last)[..., : self.target.vocab]
 
-    def _adjusted(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
+    def _adjusted(self, logits: Tensor, tree: DraftTree | None = None, rows: list[int] | None = None) -> Tensor:
         """Where the sampler looks back, at the text and the path to each node. [B, N, V]."""
         if not self.sampler.looks_back:
             return logits
-        texts = [(self._prompts[row], self.generation.tokens[row]) for row in self._live]
+        texts = [(self._prompts[row], self.generation.tokens[row]) for row in rows or self._live.prompts]
         path = () if tree is None else (tree.tokens, tree.ancestors)
         return self.sampler.adjusted(logits, texts, self.eos, *path)
 
     def _emit(
-        self, fresh: list[list[int]], tree: DraftTree | None = None, paths: list[list[int]] | None = None
+        self,
+        rows: list[int],
+        fresh: list[list[int]],
+        tree: DraftTree | None = None,
+        paths: list[list[int]] | None = None,
     ) -> Iterator[Emitted]:
         """Append each row's new tokens one by one, up to and including the one that ends it, and count the round.
 
         The prompt's pass, which has no tree, is no round.
         """
-        finished = set()
-        for index, row in enumerate(self._live):
+        for index, row in enumerate(rows):
             tokens = self.generation.tokens[row]
             taken: list[int] = []
             for token in fresh[index]:
                 tokens.append(token)
                 taken.append(token)
                 if token in self.eos or len(tokens) >= self.limit or (self.stop is not None and self.stop(tokens)):
-                    finished.add(row)
+                    self._finished.add(row)
                     break
             used = 0
             if tree is not None and paths is not None:
@@ -360,26 +389,13 @@ class Stream(Iterator[Emitted]):
                     depth.append(depth[above] + 1)
                 used = min(len(path) - 1, len(taken))
                 # a round cut short was offered only what lies at or before the cut
-                cut = len(taken) if row in finished else len(depth)
+                cut = len(taken) if row in self._finished else len(depth)
                 proposed = sum(0 < d <= cut for d in depth)
                 deepest = min(max(depth), cut)
                 offered = min(len(path) - 1 + (path[-1] in parents), cut)
                 self.generation.reports[row].add(used, offered, proposed, len(taken), deepest)
                 self.generation.gained[row].append(len(taken))
-            yield Emitted(row, taken, used, row in finished)
-        self._finished = finished
-
-    def _leave(self, cache: Cache, verified: "Verified", memory: Any) -> tuple["Verified", Any]:
-        """Finished rows leave the batch."""
-        if self._finished:
-            stay = [index for index, row in enumerate(self._live) if row not in self._finished]
-            self._live = [self._live[index] for index in stay]
-            if stay:
-                rows = torch.tensor(stay, device=verified.count.device)
-                cache.select(rows)
-                verified = verified.select(rows)
-                memory = None if memory is None else memory.select(stay)
-        return verified, memory
+            yield Emitted(row, taken, used, row in self._finished)
 
     def _timed(self, phase: str) -> "_Timer":
         return _Timer(self.generation.seconds, phase, self.target.device if self.decoder.timed else None)

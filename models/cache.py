@@ -147,6 +147,30 @@ class Cache(TransformersCache):
         self.keys = [buffer[rows] for buffer in self.keys]
         self.values = [buffer[rows] for buffer in self.values]
 
+    def put(self, place: int, other: "Cache", row: int = 0) -> None:
+        """Have `place` hold what a row of another cache holds, of the same layers: a text takes another's place."""
+        if not self.keys and other.keys:
+            if other._stacks:
+                layers, _, heads, _, size = other._stacks[1].shape
+                self.stacked(layers, heads, size, other._stacks[0].dtype, other._tiled)
+            else:
+                wide = len(self.length), self.capacity
+                self.keys, self.values = (
+                    [old.new_zeros(wide[0], old.shape[1], wide[1], old.shape[3]) for old in part]
+                    for part in (other.keys, other.values)
+                )
+        known = int(other.length[row])
+        if known > self.capacity:
+            raise Refusal(f"the cache holds {self.capacity} tokens, {known} were asked for")
+        self.length[place] = known
+        alike = bool(self._stacks and other._stacks) and self._tiled == other._tiled
+        if alike and known:
+            for (mine, theirs), along in zip(zip(self._stacks, other._stacks, strict=True), (-1, -2), strict=True):
+                mine[:, place].narrow(along, 0, known).copy_(theirs[:, row].narrow(along, 0, known))
+        elif known:
+            for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+                mine[place, :, :known] = theirs[row, :, :known]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self.length.max())
 

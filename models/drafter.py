@@ -277,8 +277,10 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def memory(self, rows: int, room: int) -> Any:
-        """What this drafter keeps between rounds of decoding `rows` texts, empty; `select(rows)` of it keeps some.
+        """What this drafter keeps between rounds of decoding `rows` texts, empty.
 
+        `select(rows)` of it keeps some texts and returns what then is the memory; `put(place, other)` has the only text
+        of another memory take a place.
         `step` fills it at depth 0, whose rows are newly verified text: of a long one in several calls, in each of which
         some texts may have no rows. Nothing drafted may outlast its round.
         room: slots that the longest text and the nodes unfolded in one round need together.

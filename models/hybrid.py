@@ -32,6 +32,11 @@ class Memory:
     def select(self, rows: list[int]) -> "Memory":
         return Memory(self.texts.select(rows), None if self.own is None else self.own.select(rows))
 
+    def put(self, place: int, other: "Memory") -> None:
+        self.texts.put(place, other.texts)
+        if self.own is not None:
+            self.own.put(place, other.own)
+
 
 class Hybrid(Drafter):
     """A drafter, wrapped. shortest: endings of at least so many tokens are looked for.
@@ -90,6 +95,8 @@ class Hybrid(Drafter):
             return None
         own = feature[..., : -len(NONE)].to(self.drafter.dtype)
         ahead = max(0, self.drafter.first_row - int(ctx.positions[0, 0]))
+        if tokens.shape[1] <= ahead:
+            return None
         at = Context(ctx.positions[:, ahead:], ctx.count - ahead, ctx.memory.own)
         return own[:, ahead:].contiguous(), tokens[:, ahead:], at
 
@@ -149,10 +156,11 @@ class Hybrid(Drafter):
         own = own.to(self.drafter.dtype)
         ctx = Context(ctx.positions, ctx.count, ctx.memory.own, ctx.parents)
         ahead = int(self.drafter.first_row - int(ctx.positions[0, 0])) if depth == 0 else 0
-        if ahead > 0:  # row -1, which only the lookup reads
-            ctx = Context(ctx.positions[:, ahead:], ctx.count - ahead, ctx.memory)
-            onward, state = self.drafter.step(own[:, ahead:].contiguous(), tokens[:, ahead:], depth, ctx)
-            return tuple(torch.cat([part[:, :1], part], 1) for part in (onward, state))  # type: ignore[return-value]
+        if ahead > 0:  # row -1, which only the lookup reads; where it is all there is, it stands for none
+            rows = slice(ahead if tokens.shape[1] > ahead else 0, None)
+            ctx = Context(ctx.positions[:, rows], ctx.count - ahead, ctx.memory)
+            onward, state = self.drafter.step(own[:, rows].contiguous(), tokens[:, rows], depth, ctx)
+            return tuple(torch.cat([part[:, :1], part], 1)[:, -tokens.shape[1] :] for part in (onward, state))  # type: ignore[return-value]
         return self.drafter.step(own, tokens, depth, ctx)
 
     def _note(self, tokens: Tensor, ctx: Context) -> None:

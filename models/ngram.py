@@ -54,6 +54,9 @@ class Texts(list[Any]):
     def select(self, rows: list[int]) -> "Texts":
         return Texts(self[row] for row in rows)
 
+    def put(self, place: int, other: "Texts") -> None:
+        self[place] = other[0]
+
 
 @method("ngram")
 class Ngram(Drafter):

@@ -161,7 +161,7 @@ class TreeKeys:
     """
 
     def __init__(self, rows: int, room: int, lag: int = 0):
-        self._rows, self.room, self._lag = rows, room, lag
+        self._rows, self.room, self.lag = rows, room, lag
         self._cache: Cache | None = None
         self._fresh: Tensor | None = None  # [B] verified rows that every layer has not written yet
         self._lineage: Tensor | None = (
@@ -179,7 +179,7 @@ class TreeKeys:
     def stacked(self, device: torch.device, heads: int, size: int, tiled: bool) -> tuple[Tensor, ...]:
         """The buffers of the one layer there is, for a module that attends by kernels.cpp (by passes.cpp, if `tiled`);
         none where it cannot."""
-        return () if self._lag > 1 else self._begun(device).stacked(1, heads, size, torch.bfloat16, tiled)
+        return () if self.lag > 1 else self._begun(device).stacked(1, heads, size, torch.bfloat16, tiled)
 
     def _begun(self, device: torch.device) -> Cache:
         if self._cache is None:
@@ -194,10 +194,10 @@ class TreeKeys:
         """
         cache, related = self.reserve(ctx, rows)
         visible = cache.visible(related)
-        if ctx.parents is None and self._lag > 1:
+        if ctx.parents is None and self.lag > 1:
             place = torch.arange(visible.shape[2], device=visible.device)
             back = cache.length[:, None, None] + place[:rows, None] - place
-            visible = visible & ((back >= self._lag) | (back == 0))
+            visible = visible & ((back >= self.lag) | (back == 0))
         self._visible = visible
         return cache, visible
 
@@ -231,6 +231,18 @@ class TreeKeys:
             self._cache.select(torch.tensor(rows, device=self._cache.length.device))
         self._rows, self._lineage = len(rows), None
         return self
+
+    def put(self, place: int, other: "TreeKeys") -> None:
+        """The only row of another takes this place."""
+        if other._cache is not None:
+            other._commit(other._cache)
+            mine = self._begun(other._cache.length.device)
+            self._commit(mine)
+            mine.put(place, other._cache)
+        elif self._cache is not None:
+            self._commit(self._cache)
+            self._cache.length[place] = 0
+        self._lineage = None
 
 
 class StreamKeys:
@@ -281,3 +293,18 @@ class StreamKeys:
         self._keys = {stream: keys.select(rows) for stream, keys in self._keys.items()}
         self._waiting = {depth: (feature[rows], there[rows]) for depth, (feature, there) in self._waiting.items()}
         return self
+
+    def put(self, place: int, other: "StreamKeys") -> None:
+        """The only row of another takes this place."""
+        for stream in self._keys.keys() | other._keys.keys():
+            lag = (self._keys.get(stream) or other._keys[stream]).lag
+            mine = self._keys.setdefault(stream, TreeKeys(self._rows, self._room, lag))
+            mine.put(place, other._keys.get(stream) or TreeKeys(1, 0, lag))
+        for depth in self._waiting.keys() | other._waiting.keys():
+            feature, there = self._waiting.get(depth) or other._waiting[depth]
+            many = self._rows, *feature.shape[1:]
+            nobody = feature.new_zeros(many), there.new_zeros(self._rows)
+            waiting = self._waiting.setdefault(depth, nobody)
+            theirs = other._waiting.get(depth) or (feature.new_zeros(1, *many[1:]), there.new_zeros(1))
+            for part, new in zip(waiting, theirs, strict=True):
+                part[place] = new[0]

@@ -39,7 +39,8 @@ def train(cfg: Any) -> Iterator[Row]:
         depths, size = DRAFTERS[method]
         batch = LAYOUTS[layout](texts)
         vocab_map = draftable(batch["ids"], size, texts.target.config.vocab_size) if size else None
-        case = texts.case(method, depths, vocab_map) | {"compile": cfg.compile}
+        # of heads, others learn the text's tokens
+        case = texts.case(method, depths, vocab_map) | {"compile": cfg.compile, "loss": "kl" if size else "ce"}
         names = [name for name in known if name in (cfg.frameworks or known)]
         work, tokens = useful_flops(case, batch), int(batch["real"].sum())
         for name, taken, failed in _in_turn(cfg, names, case, batch):

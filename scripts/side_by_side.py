@@ -1,7 +1,8 @@
-"""EAGLE-3 trained by this trainer and by others', on the same tokens in the same order; who drafts best?
+"""A drafter trained by this trainer and by others', on the same tokens in the same order; whose is the best?
 
     python scripts/side_by_side.py
     python scripts/side_by_side.py "trainers=[paceline,economize]" tokens=20000 out=outputs/trial
+    python scripts/side_by_side.py kind=medusa depths=2 "trainers=[paceline,economize]" out=outputs/heads
 
 The target's hidden states are computed once. Every trainer takes its own steps on them, in a process of its own
 (scripts/trainers.py), at the same learning rates; its drafter is converted, and decoded with by scripts/evaluate.py.
@@ -27,7 +28,7 @@ from paceline.conf.entry import entry, quoted
 from paceline.models.errors import Refusal
 from paceline.scripts.compare import Cell, as_options, performed, spread
 from paceline.scripts.jobs import Forecast, Job
-from paceline.scripts.trainers import Texts, Trainer
+from paceline.scripts.trainers import PEERS, Texts, Trainer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,6 +62,9 @@ def run(cfg: Any) -> None:
     if not console.is_terminal:
         console.width = 160  # a log has room
     out = Path(cfg.out)
+    able = [name for name in cfg.trainers if name not in PEERS or cfg.kind in PEERS[name][1]]
+    if unable := [name for name in cfg.trainers if name not in able]:
+        raise Refusal(f"trainers: {', '.join(unable)} cannot train {cfg.kind}; nearest: {able or [OURS]}")
     runs = [
         Run(trainer, rate, seed, out / f"{trainer}-{rate:g}-seed{seed}")
         for trainer in cfg.trainers
@@ -109,7 +113,8 @@ def prepared(cfg: Any) -> Given:
     from paceline.scripts.decoding import write_json
 
     folder = Path(cfg.out) / "given"
-    file, names = folder / "given.json", ("target", "tokens", "batch_tokens", "depths", "draft_vocab", "warmup")
+    file = folder / "given.json"
+    names = ("target", "kind", "tokens", "batch_tokens", "depths", "draft_vocab", "warmup")
     asked = {name: cfg.plain()[name] for name in names}
     if file.exists():
         before = json.loads(file.read_text(encoding="utf-8"))
@@ -122,10 +127,12 @@ def prepared(cfg: Any) -> Given:
         return Given(folder / "case.pt", before["tokens"])
     folder.mkdir(parents=True, exist_ok=True)
     texts = Texts(cfg.target)
-    if cfg.draft_vocab >= texts.target.vocab:
-        raise Refusal(f"draft_vocab: {cfg.draft_vocab}, but the target has {texts.target.vocab} ids; nearest: 64")
-    vocab_map, coverage = draft_vocabulary(texts.data, cfg.draft_vocab, keep=texts.stops)
-    torch.save(texts.case("eagle3", cfg.depths, vocab_map) | {"masters": True}, folder / "case.pt")
+    vocab_map, coverage = None, 1.0
+    if cfg.kind == "eagle3":
+        if cfg.draft_vocab >= texts.target.vocab:
+            raise Refusal(f"draft_vocab: {cfg.draft_vocab}, but the target has {texts.target.vocab} ids; nearest: 64")
+        vocab_map, coverage = draft_vocabulary(texts.data, cfg.draft_vocab, keep=texts.stops)
+    torch.save(texts.case(cfg.kind, cfg.depths, vocab_map) | {"masters": True}, folder / "case.pt")
     given = Given(folder / "case.pt", [])
     with progress("hidden states", cfg.tokens) as bar:
         for number, examples in enumerate(texts.steps(cfg.tokens, cfg.batch_tokens)):
@@ -273,7 +280,7 @@ def _row(cfg: Any, runs: list[Run]) -> dict[str, Any]:
         "rate": runs[0].rate,
         "seeds": len(reports),
         "tokens": round(tokens / len(trained)) if trained else None,
-        "seconds": round(seconds / len(trained), 1) if trained else None,
+        "seconds": round(seconds / len(trained), 3) if trained else None,
         "length": cell.value,
         "low": cell.low,
         "high": cell.high,

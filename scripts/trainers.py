@@ -123,7 +123,7 @@ class Texts:
 
         head [V, H], the target's tied tables; norm [H]; vocab_map [D] or None; taps_at: the hidden states that are
         given; config: of the target, by transformers' names. masters: float32 weights also where a package would hold
-        16 bits; compile: of paceline; seed: of the first weights.
+        16 bits; compile, loss: of paceline; seed: of the first weights.
         """
         from paceline.models.eagle import default_taps
 
@@ -150,6 +150,7 @@ class Texts:
             "norm": target.final_norm(),
             "masters": False,
             "compile": False,
+            "loss": "kl",
             "seed": 0,
         }
 

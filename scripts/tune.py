@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 FORETOLD, MEASURED = "foretold", "measured"
 TOGETHER = 8  # rows that the target writes the played texts in
 PER_KIND = 2  # trees of each kind that are proved, the most promising ones
+FULL = 3  # prompts for each row of a batch that is kept full, at least: the fewer, the longer it is seen to run empty
 
 
 def run(cfg: Any) -> None:
@@ -55,10 +56,12 @@ def run(cfg: Any) -> None:
     cost = measure(target, drafter, cfg.batches, made_by(target, cfg.dtype, ready.exact))
     console.print(f"the drafter over the target's answers to {len(played)} prompts", highlight=False)
     record = play(target, drafter, texts, paths)
-    choices, batches = {}, {}
+    choices: dict[str, Any] = {}
+    batches: dict[str, dict[str, Any]] = {}
     for rows in cfg.batches:
         found = prospects(record, cost, rows, paths)
-        tried = _cells(found) if cfg.grid else _finalists(found)
+        usual = _finalists(found)
+        tried = list(dict.fromkeys([*usual, *_cells(found)])) if cfg.grid else usual
         console.print(f"batch {rows}: {len(tried)} of {len(found)} trees are decoded with", highlight=False)
         rates = _proved(cfg, ready, [one.candidate for one in tried], rows, proved, paths)
         best = max(tried, key=lambda one: rates[one.candidate]["tokens_per_second"])
@@ -68,6 +71,13 @@ def run(cfg: Any) -> None:
             MEASURED: [one.as_dict() | {MEASURED: rates[one.candidate]} for one in tried],
         }
         _show(console, rows, batches[str(rows)][MEASURED], choices[str(rows)])
+        if cfg.grid:
+            batches[str(rows)]["without the grid"] = held = _held_to_the_grid(usual, rates)
+            console.print(
+                f"batch {rows}: without the grid, tuning takes {_name(held)}: {held['share']:.3f} of the best tree's "
+                f"tokens/s, whose own repeats lie between {held['least']:.3f} and {held['most']:.3f} of their median",
+                highlight=False,
+            )
     about = {"cost": cost.as_dict(), "choices": choices}
     amend(cfg.drafter, **{tuned_as(cfg.decode): about})
     file = Path(cfg.out) / "tune.json"
@@ -110,7 +120,10 @@ def _cells(found: list[Prospect]) -> list[Prospect]:
 def _proved(
     cfg: Any, ready: Runtime, candidates: list[Candidate], rows: int, ids: list[list[int]], paths: Any
 ) -> dict[Candidate, dict[str, Any]]:
-    """Decode with each in turn, `repeats` times: tokens_per_second (median, and of each time), acceptance length."""
+    """Decode with each in turn, `repeats` times: tokens_per_second (median, and of each time), acceptance length.
+
+    Batches are kept full: a prompt takes the place of each text that is finished, as where many ask.
+    """
     from paceline.decode import Decoder
     from paceline.decode.progress import progress
     from paceline.scripts.evaluate import Way, measured
@@ -119,15 +132,24 @@ def _proved(
         drafter = None if candidate.tree == "plain" else ready.decoder.drafter
         decoder = Decoder(ready.decoder.target, drafter, candidate.shape(paths), ready.decoder.verify)
         return lambda keys, some, limit: decoder.generate(
-            some, limit, sampler=ready.sampler, eos=ready.stops, rows=keys
+            some, limit, sampler=ready.sampler, eos=ready.stops, rows=keys, together=rows
         )
 
-    ids = (ids * -(-rows // len(ids)))[: max(len(ids) // rows, 1) * rows]  # full batches
+    size = 1
+    if rows > 1:
+        ids = ids * -(-FULL * rows // len(ids))
+        size = len(ids)
     ways = {str(candidate): way(candidate) for candidate in candidates}
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    with progress("batches, with every tree", cfg.repeats * len(ids) // rows) as bar:
-        for _ in range(cfg.repeats):
-            batches = list(bar.over(measured(ways, ids, cfg.eval.max_new_tokens, rows, known=[[] for _ in ids])))
+    with progress("texts, with every tree", cfg.repeats * len(ids)) as bar:
+        for turn in range(cfg.repeats):
+            names = list(ways)
+            first = turn % len(names)
+            turned = {name: ways[name] for name in names[first:] + names[:first]}
+            batches = []
+            for batch in measured(turned, ids, cfg.eval.max_new_tokens, size, known=[[] for _ in ids]):
+                batches.append(batch)
+                bar.advance(by=size)
             for name, rate in rates.items():
                 rate.append(sum(b.tokens(name) for b in batches) / sum(b.seconds[name] for b in batches))
     lengths = {
@@ -142,6 +164,18 @@ def _proved(
         }
         for candidate, name in zip(candidates, ways, strict=True)
     }
+
+
+def _held_to_the_grid(usual: list[Prospect], rates: dict[Candidate, dict[str, Any]]) -> dict[str, Any]:
+    """What tuning without the grid takes, by decoding once with each, and its share of the best tree's median rate."""
+    from dataclasses import asdict
+
+    taken = max((one.candidate for one in usual), key=lambda one: rates[one]["each_time"][0])
+    best = max(rates.values(), key=lambda one: one["tokens_per_second"])
+    median = best["tokens_per_second"]
+    spread = [one / median for one in best["each_time"]]
+    share = rates[taken]["tokens_per_second"] / median
+    return asdict(taken) | {"share": share, "least": min(spread), "most": max(spread)}
 
 
 def _choice(best: Prospect, rates: dict[Candidate, dict[str, Any]]) -> dict[str, Any]:

@@ -111,6 +111,18 @@ def test_a_vocabulary_as_large_as_the_targets_is_refused(tmp_path: Path) -> None
         run(tmp_path, "draft_vocab=8192")
 
 
+def test_medusa_heads_too_and_only_by_those_who_train_them(tmp_path: Path) -> None:
+    with pytest.raises(
+        Refusal, match=r"trainers: speculators cannot train medusa; nearest: \['paceline', 'economize'\]"
+    ):
+        run(tmp_path, THREE, "kind=medusa")
+    found = run(tmp_path, "trainers=[paceline,economize]", "kind=medusa", "depths=2", "tokens=300")
+    ours, theirs = found["rows"]
+    assert ours["notes"] == theirs["notes"] == [] and ours["length"] == theirs["length"] >= 1
+    about = json.loads((tmp_path / "paceline-0.01-seed0" / "export" / "drafter.json").read_text())
+    assert (about["method"]["name"], about["method"]["heads"]) == ("medusa", 2)
+
+
 def test_rates_rise_and_fall_in_a_line() -> None:
     cfg = load("side_by_side", *SMALL, "warmup=0.4")
     assert [side_by_side.rate(cfg, 1.0, step, 5) for step in range(5)] == [0.5, 1.0, 0.75, 0.5, 0.25]

@@ -52,6 +52,25 @@ def test_what_pays_is_found_kept_and_decoded_with(export: Path, target: Target, 
     assert "elsewhere" not in capsys.readouterr().err
 
 
+def test_the_grid_says_what_tuning_without_it_is_worth(export: Path, capsys: Any) -> None:
+    small = ["eval.limit=2", "eval.max_new_tokens=6", "dtype=float32"]
+    tune.run(load("tune", f"drafter={export}", *small, "batches=[1,2]", "grid=true", "repeats=2"))
+    said = capsys.readouterr().out
+    for rows, batch in json.loads((export.parent / "tune.json").read_text())["batches"].items():
+        options = ("tree", "nodes", "depth", "node_cost", "depth_cost")
+        tried = {tuple(one[name] for name in options): one["measured"] for one in batch["measured"]}
+        # two heads: chains of 1 and 2, trees no deeper than that
+        cells = {("plain", 1, 0), ("chain", 2, 1), ("chain", 3, 2)}
+        cells |= {(kind, nodes, 2) for kind in ("static", "dynamic") for nodes in (4, 8, 12, 16, 24, 32, 48, 64)}
+        assert {key[:3] for key in tried} == cells
+        assert all(len(one["each_time"]) == 2 for one in tried.values())
+        held = batch["without the grid"]
+        best = max(one["tokens_per_second"] for one in tried.values())
+        mine = tried[tuple(held[name] for name in options)]["tokens_per_second"]
+        assert held["share"] == mine / best and held["least"] <= 1 <= held["most"]
+        assert f"batch {rows}: without the grid, tuning takes" in said
+
+
 def test_the_nearest_batch_decides_and_another_machine_is_named(export: Path, capsys: Any) -> None:
     from paceline.scripts.decoding import runtime
 

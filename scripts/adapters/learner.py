@@ -1,10 +1,12 @@
 """What the adapters step_*.py build, and the optimiser step that all of them take. Knows torch; no package."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 
@@ -31,3 +33,11 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
+
+
+def save_heads(folder: Path, heads: int, tensors: Mapping[str, Tensor]) -> None:
+    """Medusa heads of one block, as the official code saves them: {head}.0.linear.{weight,bias}, {head}.1.weight."""
+    folder.mkdir(parents=True)
+    plain = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(plain, folder / "medusa_lm_head.safetensors")
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": heads, "medusa_num_layers": 1}))

@@ -11,7 +11,7 @@ from economize.techniques.eagle3 import Eagle3Config
 from economize.techniques.medusa import MedusaConfig
 from economize.train.objective import Batch, TeacherOutputs, build_objective
 from economize.train.optim import build_optimizer
-from learner import Learner
+from learner import Learner, save_heads
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -52,8 +52,12 @@ def build(case: dict[str, Any]) -> Learner:
             return objective.loss(model, *given).loss
 
     def save(folder: Path) -> None:
-        """It writes no format of others: its tensors and sizes, as the one format that it reads has them."""
-        tensors = model.techniques["eagle3"].state_dict()
+        """It writes no format of others: its tensors and sizes, as the formats that it reads have them."""
+        tensors = model.techniques[case["method"]].state_dict()
+        if case["method"] == "medusa":
+            tensors = {name.removeprefix("heads.").replace("blocks.", ""): part for name, part in tensors.items()}
+            save_heads(folder, case["depths"], {name.replace("proj", "1"): part for name, part in tensors.items()})
+            return
         folder.mkdir(parents=True)
         save_file({re.sub(r"^layer\.", "midlayer.", name): part for name, part in tensors.items()}, folder / FILE)
         about = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(case["vocab_map"])}

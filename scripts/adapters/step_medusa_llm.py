@@ -1,12 +1,13 @@
 """medusa-llm: Medusa heads by its own trainer's loss, bfloat16 weights."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-from learner import Learner
+from learner import Learner, save_heads
 from torch import Tensor, nn
 
 # of this program's environment, and built for a newer numpy: transformers imports them where it finds them
@@ -33,7 +34,10 @@ def build(case: dict[str, Any]) -> Learner:
     def loss(given: dict[str, Tensor]) -> Tensor:
         return CustomizedTrainer.compute_loss(trainer, model, given)
 
-    return Learner(given, loss, optimizer)
+    def save(folder: Path) -> None:
+        save_heads(folder, case["depths"], model.medusa_head.state_dict())
+
+    return Learner(given, loss, optimizer, save=save)
 
 
 class Target(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 
 import modelopt.torch.speculative as speculative
 import torch
-from learner import Learner
+from learner import Learner, save_heads
 from modelopt.torch.export.plugins.hf_spec_export import EagleExporter
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,7 +34,7 @@ def build(case: dict[str, Any]) -> Learner:
     return Learner(given, loss, optimizer, save=save)
 
 
-def medusa(model: Any, case: dict[str, Any]) -> tuple[Given, None]:
+def medusa(model: Any, case: dict[str, Any]) -> tuple[Given, Callable[[Path], object]]:
     speculative.convert(model, [("medusa", {"medusa_num_heads": case["depths"], "medusa_num_layers": 1})])
     model.model = Trunk()
     model.medusa_heads.requires_grad_(True)
@@ -44,7 +44,10 @@ def medusa(model: Any, case: dict[str, Any]) -> tuple[Given, None]:
         labels = batch["ids"].masked_fill(~batch["supervised"], -100)
         return {"input_ids": batch["ids"], "attention_mask": batch["real"].long(), "labels": labels}
 
-    return given, None
+    def save(folder: Path) -> None:
+        save_heads(folder, case["depths"], model.medusa_heads.state_dict())
+
+    return given, save
 
 
 def eagle3(model: Any, case: dict[str, Any]) -> tuple[Given, Callable[[Path], object]]:

@@ -37,11 +37,11 @@ def build(case: dict[str, Any]) -> Learner:
     )
     depths, ids = case["depths"], case["vocab_map"]
     if case["method"] == "medusa":
-        options: Any = MedusaOptions(name="medusa", heads=depths, objective={"ce": 1.0})
+        options: Any = MedusaOptions(name="medusa", heads=depths, objective={case["loss"]: 1.0})
     elif case["method"] == "mtp":
         options = SequentialOptions(
             name="mtp_sequential", modules=1, unroll=depths, hand_on="normed", taps=(-1,), position_offset=0,
-            zero_first=False, objective={"ce": 1.0}, decay=0.6, layer=layer,
+            zero_first=False, objective={case["loss"]: 1.0}, decay=0.6, layer=layer,
         )  # fmt: skip
     else:
         options = EagleOptions(
