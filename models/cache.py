@@ -147,8 +147,12 @@ class Cache(TransformersCache):
         self.keys = [buffer[rows] for buffer in self.keys]
         self.values = [buffer[rows] for buffer in self.values]
 
-    def put(self, place: int, other: "Cache", row: int = 0) -> None:
-        """Have `place` hold what a row of another cache holds, of the same layers: a text takes another's place."""
+    def put(self, place: int, other: "Cache") -> None:
+        """Have `place` hold what the only row of another cache holds, of the same layers: a text takes another's place.
+
+        Raises:
+            Refusal: it holds more than there is room for (both numbers named).
+        """
         if not self.keys and other.keys:
             if other._stacks:
                 layers, _, heads, _, size = other._stacks[1].shape
@@ -159,17 +163,17 @@ class Cache(TransformersCache):
                     [old.new_zeros(wide[0], old.shape[1], wide[1], old.shape[3]) for old in part]
                     for part in (other.keys, other.values)
                 )
-        known = int(other.length[row])
+        known = int(other.length[0])
         if known > self.capacity:
             raise Refusal(f"the cache holds {self.capacity} tokens, {known} were asked for")
         self.length[place] = known
         alike = bool(self._stacks and other._stacks) and self._tiled == other._tiled
         if alike and known:
             for (mine, theirs), along in zip(zip(self._stacks, other._stacks, strict=True), (-1, -2), strict=True):
-                mine[:, place].narrow(along, 0, known).copy_(theirs[:, row].narrow(along, 0, known))
+                mine[:, place].narrow(along, 0, known).copy_(theirs[:, 0].narrow(along, 0, known))
         elif known:
             for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
-                mine[place, :, :known] = theirs[row, :, :known]
+                mine[place, :, :known] = theirs[0, :, :known]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self.length.max())
